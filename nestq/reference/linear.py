@@ -1,0 +1,122 @@
+"""Linear layers on nested planes with INT8 activations and INT32 sums (BitNest paper, section 3).
+
+The result of a row has the same bits whatever the other rows are: sums inside a group are exact
+integers, and the groups are added in one order, multiply then add, in float32.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from nestq.reference.weights import compose, pad_to_groups, unpack_base, unpack_refinement
+
+# Weight rows are unpacked in blocks of about this many codes, so that they stay in a CPU's cache.
+CACHED_CODES = 1 << 20
+
+
+def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Per-token symmetric INT8: codes int8 ``[M, K]`` and scale float32 ``[M, 1]``.
+
+    A row of zeros gets scale 0 and zero codes.
+    """
+    x = x.float()
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    safe = torch.where(scale > 0, scale, 1)
+    return (x / safe).round().clamp(-127, 127).to(torch.int8), scale
+
+
+@cache
+def _int_mm_is_exact() -> bool:
+    """Whether this CPU's int8 matmul sums without saturation (some do not, lacking VNNI)."""
+    a = torch.full((2, 256), 127, dtype=torch.int8)
+    b = torch.full((256, 16), -128, dtype=torch.int8)
+    return bool((torch._int_mm(a, b) == 256 * 127 * -128).all())
+
+
+def integer_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Exact ``a @ b.T`` of int8 ``[M, g]`` and ``[N, g]`` with g <= 512, as float32 ``[M, N]``.
+
+    Both branches are exact: a float32 sum of products below 2^14 needs at most 2^23 for 512 terms.
+    """
+    if a.device.type == "cpu" and _int_mm_is_exact():
+        return torch._int_mm(a, b.T).float()
+    return a.float() @ b.float().T
+
+
+def nested_linear(
+    x: Tensor,
+    base: Tensor,
+    refinement: Tensor | None,
+    scale: Tensor,
+    bias: Tensor | None,
+    group_size: int,
+    overlap: int,
+) -> Tensor:
+    """``x @ W.T + bias`` where W is the target's weight, or the draft's if refinement is None.
+
+    Args:
+        x: ``[..., K]`` floating point; quantized per row to INT8.
+        base: uint8 ``[N, Kp / 2]``.
+        refinement: uint8 ``[N, Kp / 2]`` or None.
+        scale: ``[N, G]``.
+        bias: ``[N]`` or None.
+        group_size: codes that share a scale.
+        overlap: base steps are divided in this many target steps.
+
+    Returns:
+        ``[..., N]`` in the dtype of x.
+    """
+    rows = pad_to_groups(x.reshape(-1, x.shape[-1]), group_size)
+    activation, activation_scale = quantize_activation(rows)
+    block = max(1, CACHED_CODES // rows.shape[1])
+    sums = []
+    for start in range(0, base.shape[0], block):
+        part = slice(start, start + block)
+        refinement_part = None if refinement is None else refinement[part]
+        sums.append(
+            _grouped_sums(activation, base[part], refinement_part, scale[part], group_size, overlap)
+        )
+    divisor = 1 if refinement is None else overlap
+    out = torch.cat(sums, dim=-1) * (activation_scale / divisor)
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(x.dtype).view(*x.shape[:-1], base.shape[0])
+
+
+def _grouped_sums(
+    activation: Tensor,
+    base: Tensor,
+    refinement: Tensor | None,
+    scale: Tensor,
+    group_size: int,
+    overlap: int,
+) -> Tensor:
+    """Sum over groups of ``scale * (activation . codes)``: float32 ``[M, N]``."""
+    codes = unpack_base(base, group_size)
+    if refinement is not None:
+        codes = compose(codes, unpack_refinement(refinement, group_size), overlap)
+    group_scale = scale.float().T.contiguous()
+    total = torch.zeros(activation.shape[0], base.shape[0], device=activation.device)
+    for group, start in enumerate(range(0, activation.shape[1], group_size)):
+        span = slice(start, start + group_size)
+        total += integer_matmul(activation[:, span], codes[:, span]) * group_scale[group]
+    return total
+
+
+def linear_16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` of a dense weight, one row at a time.
+
+    A matrix product may sum in another order for another number of rows, so that a row's bits
+    would depend on its neighbours.
+
+    Args:
+        x: ``[..., K]``.
+        weight: ``[N, K]``, in the dtype of x.
+        bias: ``[N]`` or None.
+    """
+    rows = x.reshape(-1, 1, x.shape[-1])
+    if len(rows) == 0:
+        return x.new_empty(*x.shape[:-1], weight.shape[0])
+    out = torch.cat([torch.nn.functional.linear(row.clone(), weight, bias) for row in rows])
+    return out.view(*x.shape[:-1], weight.shape[0])
