@@ -1,0 +1,394 @@
+"""``NestedQuantTensor``: one weight that is a 4-bit and an 8-bit weight at once."""
+
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torchao.utils import TorchAOBaseTensor
+
+from nestq import ops as _ops  # noqa: F401 (registers the operators)
+from nestq.reference import weights as reference
+
+GROUP_SIZES = (32, 64, 128)
+MAX_OVERLAP = 16
+# Composed codes reach 128 times a scale that is 1/7 of the largest weight: float32 must hold that.
+MAX_MAGNITUDE = 2.0**120
+
+
+class NestedQuantTensor(TorchAOBaseTensor):
+    """A weight ``W[N, K]`` stored as a 4-bit base plane and a 4-bit refinement plane.
+
+    With q and q_r the codes of base and refinement and s the scale of their row and group::
+
+        draft weight  = q * s
+        target weight = (overlap * q + q_r) * s / overlap
+
+    K is padded with zero codes to ``Kp``, a whole number of groups; ``G = Kp / group_size``. In
+    each group byte j holds code j in its low and code j + group_size / 2 in its high nibble.
+
+    Tensor data:
+        base: uint8 ``[N, Kp / 2]``, two's complement nibbles of q in [-8, 7].
+        scale: floating point ``[N, G]``.
+        refinement: uint8 ``[N, Kp / 2]``, nibbles of q_r + 8; None if only the draft is loaded.
+
+    Attributes:
+        group_size: weights that share a scale: 32, 64 or 128.
+        overlap: base steps are divided in this many target steps, 1 to 16. The paper has 16; less
+            lets the refinement reach further, ``8 / overlap`` base steps.
+        in_features: K.
+        hp_dtype: floating-point dtype that the tensor stands for.
+
+    Slices of rows alias the planes of the whole (``test_row_slices_alias``).
+    """
+
+    tensor_data_names = ["base", "scale"]
+    tensor_attribute_names = ["group_size", "overlap", "in_features", "hp_dtype"]
+    optional_tensor_data_names = ["refinement"]
+
+    base: Tensor
+    scale: Tensor
+    refinement: Tensor | None
+    group_size: int
+    overlap: int
+    in_features: int
+    hp_dtype: torch.dtype
+
+    @staticmethod
+    def __new__(
+        cls: type[Self],
+        base: Tensor,
+        scale: Tensor,
+        group_size: int,
+        overlap: int,
+        in_features: int,
+        hp_dtype: torch.dtype,
+        refinement: Tensor | None = None,
+    ) -> Self:
+        _check_planes(base, scale, group_size, overlap, in_features, hp_dtype, refinement)
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, (base.shape[0], in_features), dtype=hp_dtype, device=base.device
+        )
+        self.base = base
+        self.scale = scale
+        self.refinement = refinement
+        self.group_size = group_size
+        self.overlap = overlap
+        self.in_features = in_features
+        self.hp_dtype = hp_dtype
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def from_codes(
+        cls,
+        base_codes: Tensor,
+        refinement_codes: Tensor | None,
+        scale: Tensor,
+        *,
+        group_size: int,
+        overlap: int,
+        in_features: int,
+        hp_dtype: torch.dtype,
+    ) -> Self:
+        """Pack int8 codes ``[N, Kp]`` and a scale ``[N, G]``.
+
+        Raises:
+            ValueError: a code leaves its 4 bits, or a composed code its 8 bits.
+        """
+        check_options(group_size, overlap)
+        _check_codes("base_codes", base_codes)
+        refinement = None
+        if refinement_codes is not None:
+            _check_codes("refinement_codes", refinement_codes)
+            _check_composed(base_codes, refinement_codes, overlap)
+            refinement = reference.pack_refinement(refinement_codes, group_size)
+        base = reference.pack_base(base_codes, group_size)
+        return cls(base, scale, group_size, overlap, in_features, hp_dtype, refinement)
+
+    @classmethod
+    def from_hp(
+        cls,
+        weight: Tensor,
+        group_size: int = 128,
+        overlap: int = 8,
+        scale_dtype: torch.dtype = torch.bfloat16,
+    ) -> Self:
+        """Nest a dense weight ``[N, K]`` by rounding to nearest (no calibration).
+
+        A group whose scale underflows to zero in ``scale_dtype`` becomes a group of zeros.
+
+        Raises:
+            ValueError: the weight is not a 2-D floating-point tensor, is NaN, infinite or above
+                2^120 in magnitude, its scale overflows ``scale_dtype``, or an option is off.
+        """
+        check_weight(weight)
+        check_options(group_size, overlap)
+        padded = reference.pad_to_groups(weight.detach().float(), group_size)
+        scale = reference.absmax_scale(padded, group_size, 4, scale_dtype)
+        if not torch.isfinite(scale).all():
+            raise ValueError(f"scale_dtype {scale_dtype} cannot hold the scale of this weight")
+        base_codes = reference.round_to_base(padded, scale, group_size)
+        refinement_codes, _ = reference.refine(padded, base_codes, scale, group_size, overlap)
+        return cls.from_codes(
+            base_codes,
+            refinement_codes,
+            scale,
+            group_size=group_size,
+            overlap=overlap,
+            in_features=weight.shape[1],
+            hp_dtype=weight.dtype,
+        )
+
+    def dequantize(self, view: str = "target", dtype: torch.dtype | None = None) -> Tensor:
+        """Dense weight ``[N, K]`` of a view, in ``dtype`` (default: the tensor's own)."""
+        return reference.dequantize(
+            self.base,
+            refinement_of_view(self, view),
+            self.scale,
+            self.group_size,
+            self.overlap,
+            self.in_features,
+            dtype or self.hp_dtype,
+        )
+
+    def linear(self, x: Tensor, bias: Tensor | None, view: str) -> Tensor:
+        """``x @ W.T + bias`` with W of a view; the draft never touches the refinement."""
+        return linear_in_view(x, self, bias, view)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        planes = "base" if self.refinement is None else "base + refinement"
+        return (
+            f"NestedQuantTensor(shape={tuple(self.shape)}, planes={planes}, "
+            f"group_size={self.group_size}, overlap={self.overlap}, "
+            f"scale={self.scale.dtype}, dtype={self.dtype}, device={self.device})"
+        )
+
+
+def linear_in_view(x: Tensor, weight: NestedQuantTensor, bias: Tensor | None, view: str) -> Tensor:
+    """``x @ W.T + bias`` with W of a view; the draft never touches the refinement.
+
+    A function, because Dynamo traces into one and leaves a tensor's method call as it is: a
+    compiled model's graph then has the operator on plain planes, for passes to match.
+
+    Args:
+        x: ``[..., K]`` floating point.
+        weight: ``[N, K]``.
+        bias: ``[N]`` or None.
+        view: ``"draft"`` or ``"target"``.
+
+    Returns:
+        ``[..., N]`` in the dtype of x.
+    """
+    if x.shape[-1] != weight.in_features:
+        raise ValueError(
+            f"input must have {weight.in_features} features, got shape {tuple(x.shape)}"
+        )
+    return torch.ops.nestq.dual_plane_linear(
+        x,
+        weight.base,
+        refinement_of_view(weight, view),
+        weight.scale,
+        bias,
+        weight.group_size,
+        weight.overlap,
+    )
+
+
+def refinement_of_view(weight: NestedQuantTensor, view: str) -> Tensor | None:
+    """The plane that a view adds to the base: none for the draft."""
+    if view == "draft":
+        return None
+    if view != "target":
+        raise ValueError(f"view must be 'draft' or 'target', got {view!r}")
+    if weight.refinement is None:
+        raise RuntimeError(
+            "the target view needs the refinement plane, and only the base plane is loaded: "
+            "use nest_view('draft'), or load with planes='both'"
+        )
+    return weight.refinement
+
+
+def check_options(group_size: int, overlap: int) -> None:
+    """Refuse options that the storage format cannot hold."""
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size must be one of {GROUP_SIZES}, got {group_size!r}")
+    if not (isinstance(overlap, int) and 1 <= overlap <= MAX_OVERLAP):
+        raise ValueError(f"overlap must be an int from 1 to {MAX_OVERLAP}, got {overlap!r}")
+
+
+def check_weight(weight: Tensor, name: str = "weight") -> None:
+    """Refuse a weight that cannot be quantized, by name."""
+    if weight.dim() != 2 or not weight.is_floating_point() or weight.numel() == 0:
+        raise ValueError(
+            f"{name} must be a non-empty 2-D floating-point tensor, "
+            f"got shape {tuple(weight.shape)} of {weight.dtype}"
+        )
+    largest = weight.detach().float().abs().amax().item()
+    if not largest <= MAX_MAGNITUDE:
+        raise ValueError(
+            f"{name} must be finite and at most 2**120 in magnitude, the largest is {largest}"
+        )
+
+
+def _check_codes(name: str, codes: Tensor) -> None:
+    low, high = reference.code_range(4)
+    if codes.dtype != torch.int8:
+        raise ValueError(f"{name} must be int8, got {codes.dtype}")
+    if codes.numel() and (codes.min() < low or codes.max() > high):
+        raise ValueError(
+            f"{name} must be in [{low}, {high}], got [{codes.min().item()}, {codes.max().item()}]"
+        )
+
+
+def _check_composed(base_codes: Tensor, refinement_codes: Tensor, overlap: int) -> None:
+    smallest, _ = reference.refinement_bounds(base_codes, overlap)
+    if (refinement_codes < smallest).any():
+        raise ValueError(
+            "refinement_codes must keep overlap * base + refinement in int8: with overlap "
+            f"{overlap} a base code of -8 leaves no room below {smallest.max().item()}"
+        )
+
+
+def _check_planes(
+    base: Tensor,
+    scale: Tensor,
+    group_size: int,
+    overlap: int,
+    in_features: int,
+    hp_dtype: torch.dtype,
+    refinement: Tensor | None,
+) -> None:
+    check_options(group_size, overlap)
+    groups = -(-in_features // group_size)
+    plane_shape = (base.shape[0], groups * group_size // 2)
+    for name, plane in (("base", base), ("refinement", refinement)):
+        if plane is not None and (tuple(plane.shape) != plane_shape or plane.dtype != torch.uint8):
+            raise ValueError(
+                f"{name} must be uint8 of shape {plane_shape} for {in_features} input features in "
+                f"groups of {group_size}, got {plane.dtype} of shape {tuple(plane.shape)}"
+            )
+    if tuple(scale.shape) != (base.shape[0], groups) or not scale.is_floating_point():
+        raise ValueError(
+            f"scale must be floating point of shape {(base.shape[0], groups)}, "
+            f"got {scale.dtype} of shape {tuple(scale.shape)}"
+        )
+    if not hp_dtype.is_floating_point:
+        raise ValueError(f"hp_dtype must be a floating-point dtype, got {hp_dtype}")
+
+
+implements = NestedQuantTensor.implements
+aten = torch.ops.aten
+
+
+@NestedQuantTensor.implements_torch_function(F.linear)
+def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return _linear_outside_views(*args, **(kwargs or {}))
+
+
+@implements(aten.linear.default)
+def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return _linear_outside_views(*args, **(kwargs or {}))
+
+
+def _linear_outside_views(
+    input: Tensor, weight: NestedQuantTensor, bias: Tensor | None = None
+) -> Tensor:
+    return linear_in_view(input, weight, bias, "target")
+
+
+@implements(aten.slice.Tensor)
+def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    self, dim, start, end, step = _slice_arguments(*args, **kwargs)
+    if dim not in (0, -2) or step != 1:
+        raise NotImplementedError(
+            "NestedQuantTensor can be sliced along rows (dim 0) with step 1 only, "
+            f"got dim {dim}, step {step}"
+        )
+    rows = self._apply_fn_to_data(lambda plane: aten.slice.Tensor(plane, 0, start, end, 1))
+    return return_and_correct_aliasing(func, args, kwargs, rows)
+
+
+def _slice_arguments(
+    self: NestedQuantTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> tuple[NestedQuantTensor, int, int | None, int | None, int]:
+    return self, dim, start, end, step
+
+
+@implements(aten._to_copy.default)
+def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Move planes to a device; a new dtype changes what the tensor stands for, never a code."""
+    self = args[0]
+    target = self._get_to_kwargs(*args[1:], **kwargs)
+
+    def move(plane: Tensor) -> Tensor:
+        return plane.to(target["device"], non_blocking=target["non_blocking"], copy=True)
+
+    return _replace(self, move, hp_dtype=target["dtype"])
+
+
+def _replace(self: NestedQuantTensor, fn: Any, hp_dtype: torch.dtype) -> NestedQuantTensor:
+    return NestedQuantTensor(
+        fn(self.base),
+        fn(self.scale),
+        self.group_size,
+        self.overlap,
+        self.in_features,
+        hp_dtype,
+        None if self.refinement is None else fn(self.refinement),
+    )
+
+
+@implements([aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other])
+def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """In inference mode ``to`` arrives undivided: leave it to ``_to_copy`` above."""
+    return func.decompose(*args, **kwargs)
+
+
+@implements(aten.copy_.default)
+def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Copy planes byte for byte; as everywhere, the destination keeps its dtype."""
+    self, source = args[:2]
+    if not isinstance(source, NestedQuantTensor):
+        raise ValueError(f"source must be a NestedQuantTensor, got {type(source).__name__}")
+    ours, theirs = _storage_format(self), _storage_format(source)
+    if ours != theirs:
+        raise ValueError(f"source must be stored as {ours}, got {theirs}")
+    for name in self.__tensor_flatten__()[0]:
+        getattr(self, name).copy_(getattr(source, name))
+    return self
+
+
+def _storage_format(tensor: NestedQuantTensor) -> dict[str, Any]:
+    """Everything that must be equal for planes to be exchanged without changing a byte."""
+    return {
+        "shape": tuple(tensor.shape),
+        "group_size": tensor.group_size,
+        "overlap": tensor.overlap,
+        "scale": tensor.scale.dtype,
+        "refinement": tensor.refinement is not None,
+    }
+
+
+@NestedQuantTensor.implements_torch_function(Tensor.requires_grad_)
+def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return _requires_grad_(*args, **(kwargs or {}))
+
+
+def _requires_grad_(self: NestedQuantTensor, requires_grad: bool = True) -> NestedQuantTensor:
+    if requires_grad:
+        raise ValueError(
+            "requires_grad must be False: the codes of a NestedQuantTensor are integers and have "
+            "no gradient. As a parameter: torch.nn.Parameter(weight, requires_grad=False)"
+        )
+    return self
+
+
+torch.serialization.add_safe_globals([NestedQuantTensor])

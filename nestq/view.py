@@ -1,0 +1,68 @@
+"""Views: which of the nested models a forward pass reads.
+
+A view is a ``TorchFunctionMode``, because Dynamo guards the stack of modes: a compiled model keeps
+one graph a view and never runs the other's. A module global that is read while a subclass
+dispatches is not guarded.
+"""
+
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from nestq.reference.pointwise import same_bits_anywhere
+from nestq.tensor import NestedQuantTensor, linear_in_view
+
+View = Literal["draft", "target"]
+
+# Elementwise functions whose vector and scalar forms differ on a CPU: an element's bits then
+# depend on where it lies in memory, so on the number of rows.
+_POSITION_DEPENDENT = (F.silu, F.gelu, torch.sigmoid)
+
+
+class nest_view(TorchFunctionMode):  # noqa: N801 (used like torch.no_grad)
+    """Context in which nested weights and caches are read as ``view``.
+
+    Outside of any such context the view is ``"target"``. Contexts nest; the innermost counts.
+    Inside one, a row of a linear layer or an activation function has the same bits whatever the
+    other rows of the call are.
+
+    Args:
+        view: ``"draft"`` reads base planes only, ``"target"`` reads base and refinement.
+    """
+
+    def __init__(self, view: View) -> None:
+        if view not in get_args(View):
+            raise ValueError(f"view must be one of {get_args(View)}, got {view!r}")
+        super().__init__()
+        self.view = view
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return _linear(self.view, *args, **kwargs)
+        if func in _POSITION_DEPENDENT and not torch.compiler.is_compiling():
+            return same_bits_anywhere(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def current_view() -> View:
+    """The view of the innermost :class:`nest_view`, or ``"target"``."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, nest_view):
+            return mode.view
+    return "target"
+
+
+def _linear(view: View, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, NestedQuantTensor):
+        return linear_in_view(x, weight, bias, view)
+    return torch.ops.nestq.linear_16(x, weight, bias)
