@@ -1,0 +1,92 @@
+"""The attention implementation ``"nestq"`` of transformers: nested planes, masked by position."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from nestq.kv_cache import NestedStates
+
+IMPLEMENTATION = "nestq"
+# Arguments with which some models change the scores.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+
+
+def nested_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: NestedStates,
+    value: NestedStates,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention over what ``NestedKVCache.at`` hands out; the caller is a transformers model.
+
+    Args:
+        module: the attention layer.
+        query: ``[B, H, n, D]``.
+        key: keys of the cache.
+        value: values of the cache.
+        attention_mask: None; what is visible follows from positions.
+        scaling: factor of the scores; default ``D ** -0.5``.
+        sliding_window: keys that a query sees, itself included; None for all.
+        dropout: 0.
+        **kwargs: what the model passes besides; refused where it would change the result.
+
+    Returns:
+        ``[B, n, H, D]`` and None.
+
+    Raises:
+        TypeError: the keys are dense.
+        ValueError: there is a mask.
+        NotImplementedError: the model asks for dropout, capped scores, sinks or a bias.
+    """
+    if not isinstance(key, NestedStates):
+        raise TypeError(
+            "the attention implementation 'nestq' reads a NestedKVCache inside "
+            f"NestedKVCache.at(positions), got keys of type {type(key).__name__}"
+        )
+    if attention_mask is not None:
+        raise ValueError("attention_mask must be None: 'nestq' attention masks by position")
+    unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if dropout:
+        unsupported.append("dropout")
+    if unsupported:
+        raise NotImplementedError(f"'nestq' attention does not implement {unsupported}")
+    out = torch.ops.nestq.nested_attention(
+        query,
+        key.positions,
+        key.base,
+        key.refinement,
+        key.scale,
+        value.base,
+        value.refinement,
+        value.scale,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window or 0,
+        key.recent,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(IMPLEMENTATION, nested_attention_forward)
+
+
+@contextmanager
+def nested_attention_implementation(model: Any) -> Iterator[None]:
+    """Context in which a transformers model, compiled or not, attends with ``"nestq"``."""
+    configs = {id(config): config for config in (model.config, model.config.get_text_config())}
+    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = IMPLEMENTATION
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
