@@ -1,0 +1,209 @@
+"""Save and load nested models as folders that transformers understands."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from nestq.checkpoint_format import METHOD, Planes, check_planes
+from nestq.hf_quantizer import NestedConfig, NestedQuantizer, attach, nested_weights
+
+CARD = """\
+`import nestq` must come before loading this model: without it transformers does not know the
+format, and fills the weights with random numbers.
+
+```python
+import nestq
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("<this folder>")  # draft and target
+draft = nestq.load("<this folder>", planes="base")  # the draft alone: half the bytes
+```
+
+Written by nestq. Every nested weight is a 4-bit base plane, which is the draft, and a 4-bit
+refinement plane, which added to the base makes the 8-bit target.
+
+| | |
+|---|---|
+| architecture | {architecture} |
+| planes | {planes} |
+| group size | {group_size} |
+| overlap | {overlap} |
+| nested linear layers | {layers} |
+| base planes | {base} bytes |
+| refinement planes | {refinement} bytes |
+| scales | {scale} bytes |
+"""
+
+
+def save(
+    model: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    tokenizer: Any = None,
+    max_shard_size: int | str = "50GB",
+) -> None:
+    """Save a nested model, with a README, so that the folder is complete or does not exist.
+
+    Everything is written into a temporary folder beside it, flushed to the disk, and renamed. A
+    nestq checkpoint that is there already is replaced as a whole, once the new one is complete.
+    ``model.save_pretrained`` writes the same tensors, but in place.
+
+    Args:
+        model: a model with nested weights.
+        folder: where to; its parents are created.
+        tokenizer: saved into the folder too, if given.
+        max_shard_size: of a safetensors file, as ``save_pretrained`` takes it.
+
+    Raises:
+        ValueError: the model has no nested weight, or was quantized by another method.
+        FileExistsError: folder is a file, or holds something other than a nestq checkpoint.
+    """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        attach(model)
+    elif not isinstance(quantizer, NestedQuantizer):
+        raise ValueError(f"model is quantized by {type(quantizer).__name__}, not by nestq")
+    target = Path(folder).resolve()
+    check_target(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.{uuid4().hex}.unfinished")
+    try:
+        unfinished.mkdir()
+        model.save_pretrained(unfinished, max_shard_size=max_shard_size)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(unfinished)
+        (unfinished / "README.md").write_text(_card(model), encoding="utf-8")
+        for path in [*unfinished.rglob("*"), unfinished]:
+            _sync(path)
+        _replace(target, unfinished)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def load(
+    folder: str | os.PathLike[str],
+    planes: Planes = "both",
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> PreTrainedModel:
+    """Load a nested causal language model from a folder; the files are memory-mapped.
+
+    Args:
+        folder: a checkpoint that :func:`save` or ``save_pretrained`` wrote.
+        planes: ``"both"``, or ``"base"`` for the draft alone: refinement planes are not read, and
+            the target view raises an error.
+        dtype: of the dense weights, and what nested ones stand for; default: as saved.
+        device: where the model goes; default: the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or no ``config.json`` in it.
+        ValueError: the folder is no nestq checkpoint, of an unknown format, damaged, or has no
+            refinement where both planes are asked for.
+    """
+    check_planes(planes)
+    folder = Path(folder)
+    stored = read_config(folder)
+    if planes == "both" and stored.planes == "base":
+        raise ValueError(
+            f"{folder}: the checkpoint holds only the base plane: load it with planes='base'"
+        )
+    config = AutoConfig.from_pretrained(folder)
+    config.quantization_config["planes"] = planes
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype or "auto")
+    return model if device is None else model.to(device)  # type: ignore[arg-type]
+
+
+def read_config(folder: str | os.PathLike[str]) -> NestedConfig:
+    """The ``quantization_config`` of a checkpoint.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`load`.
+    """
+    path = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"{folder}: there is no such folder")
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder}: not a checkpoint, there is no config.json")
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") or {}
+        method = stored.get("quant_method")
+        if method != METHOD:
+            raise ValueError(f"not a nestq checkpoint: quant_method is {method!r}, not {METHOD!r}")
+        return NestedConfig.from_dict(stored)
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def check_target(target: Path) -> None:
+    """Refuse a folder that :func:`save` would refuse: ask before long work, not after it.
+
+    Raises:
+        FileExistsError: target is a file, or holds something other than a nestq checkpoint.
+    """
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise FileExistsError(f"{target}: folder is a file")
+    entries = list(target.iterdir())
+    if not entries:
+        return
+    if any(entry.is_dir() for entry in entries):
+        raise FileExistsError(
+            f"{target}: folder has folders in it, which replacing a checkpoint would delete"
+        )
+    try:
+        read_config(target)
+    except (FileNotFoundError, ValueError) as error:
+        raise FileExistsError(f"{target}: folder is not empty and not ours: {error}") from error
+
+
+def _card(model: PreTrainedModel) -> str:
+    config = model.config.quantization_config
+    weights = nested_weights(model).values()
+    sizes = {
+        part: sum(getattr(weight, part).nbytes for weight in weights) for part in ("base", "scale")
+    }
+    refinements = (weight.refinement for weight in weights)
+    return CARD.format(
+        architecture=type(model).__name__,
+        planes="base and refinement" if config.planes == "both" else "base only",
+        group_size=config.group_size,
+        overlap=config.overlap,
+        layers=len(weights),
+        refinement=sum(plane.nbytes for plane in refinements if plane is not None),
+        **sizes,
+    )
+
+
+def _sync(path: Path) -> None:
+    """Have a file or the entries of a folder on the disk, not just in the cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace(target: Path, complete: Path) -> None:
+    """Put a complete folder in the place of another, which is back where it was on failure.
+
+    A machine that goes down between the two renames leaves both folders whole, under their
+    temporary names: no file system call at hand exchanges folders.
+    """
+    replaced = target.with_name(f".{target.name}.{uuid4().hex}.replaced")
+    if target.exists():
+        target.rename(replaced)
+    try:
+        complete.rename(target)
+    except BaseException:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
+    _sync(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,152 @@
+"""What a nestq checkpoint holds on disk, checked from the headers of its files alone.
+
+A checkpoint is a Hugging Face folder: ``config.json`` with a ``quantization_config`` and
+safetensors files. Each nested weight ``W[N, K]`` of a module is three plain tensors:
+
+===========================  ==============  ===================================================
+``<module>.weight.base``        U8 [N, Kp/2]   4-bit codes of the base plane, two a byte
+``<module>.weight.refinement``  U8 [N, Kp/2]   4-bit codes of the refinement; absent if "base" only
+``<module>.weight.scale``       float [N, G]   one scale a row and group
+===========================  ==============  ===================================================
+
+``NestedQuantTensor`` says how codes lie in the bytes. Every other tensor is stored as
+transformers stores it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from os import PathLike
+from typing import Literal, get_args
+
+from safetensors import SafetensorError, safe_open
+
+FORMAT_VERSION = 1
+METHOD = "nestq"
+
+Planes = Literal["both", "base"]
+_PLANE_TENSORS: dict[Planes, tuple[str, ...]] = {
+    "both": ("base", "refinement", "scale"),
+    "base": ("base", "scale"),
+}
+_SCALE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Header of one tensor: the file that holds it, its safetensors dtype and its shape."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def check_planes(planes: str) -> None:
+    """Refuse a value of ``planes`` that names no set of planes."""
+    if planes not in get_args(Planes):
+        raise ValueError(f"planes must be one of {get_args(Planes)}, got {planes!r}")
+
+
+def plane_tensors(planes: Planes) -> tuple[str, ...]:
+    """Names of the tensors that store one nested weight."""
+    return _PLANE_TENSORS[planes]
+
+
+def read_headers(files: Iterable[str | PathLike[str]]) -> dict[str, StoredTensor]:
+    """Name, dtype and shape of every tensor in safetensors files; no tensor is read.
+
+    Raises:
+        ValueError: a file is cut off or is no safetensors file, or two files hold one tensor.
+    """
+    headers: dict[str, StoredTensor] = {}
+    for path in map(str, files):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    if name in headers:
+                        raise ValueError(f"{path}: tensor {name} is in {headers[name].file} too")
+                    tensor = file.get_slice(name)
+                    headers[name] = StoredTensor(
+                        path, tensor.get_dtype(), tuple(tensor.get_shape())
+                    )
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a complete safetensors file: {error}") from error
+    return headers
+
+
+def check_nested_weights(
+    headers: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    group_size: int,
+    planes: Planes,
+) -> dict[str, int]:
+    """Check that every nested weight is stored completely, and no other one is.
+
+    Args:
+        headers: of all files of the checkpoint.
+        shapes: logical shape ``(N, K)`` of the weight of each nested module, by module name.
+        group_size: weights that share a scale.
+        planes: which planes are to be read.
+
+    Returns:
+        Bytes that are read for each nested weight, by module name.
+
+    Raises:
+        ValueError: a tensor is missing, of the wrong dtype or shape, or belongs to no module.
+    """
+    places = ", ".join(sorted({tensor.file for tensor in headers.values()}))
+    sizes = dict.fromkeys(shapes, 0)
+    for module, (rows, in_features) in shapes.items():
+        groups = -(-in_features // group_size)
+        for part in plane_tensors(planes):
+            name = f"{module}.weight.{part}"
+            if name not in headers:
+                raise ValueError(f"{places}: tensor {name} is missing (planes={planes!r})")
+            found = headers[name]
+            dtypes = list(_SCALE_BYTES) if part == "scale" else ["U8"]
+            shape = (rows, groups if part == "scale" else groups * group_size // 2)
+            if found.dtype not in dtypes or found.shape != shape:
+                raise ValueError(
+                    f"{found.file}: tensor {name} must be {' or '.join(dtypes)} of shape {shape} "
+                    f"for a weight of {rows} x {in_features} in groups of {group_size}, "
+                    f"found {found.dtype} of shape {found.shape}"
+                )
+            sizes[module] += prod(shape) * _SCALE_BYTES.get(found.dtype, 1)
+    for name, tensor in headers.items():
+        module, _, part = name.rpartition(".weight.")
+        if part in plane_tensors("both") and module not in shapes:
+            raise ValueError(
+                f"{tensor.file}: tensor {name} belongs to no module that quantization_config lists"
+            )
+    return sizes
+
+
+def check_dense_weights(
+    headers: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Check the tensors that are not nested: transformers fills in a missing one at random.
+
+    A model whose checkpoint names differ from its own is left to transformers, which alone knows
+    the renaming.
+
+    Args:
+        headers: of all files of the checkpoint.
+        shapes: shape of each tensor that must be stored, by name.
+
+    Raises:
+        ValueError: a tensor is missing or of the wrong shape.
+    """
+    places = ", ".join(sorted({tensor.file for tensor in headers.values()}))
+    dense = {
+        name for name in headers if name.rpartition(".weight.")[2] not in plane_tensors("both")
+    }
+    if not dense <= shapes.keys():
+        return
+    for name, shape in shapes.items():
+        if name not in dense:
+            raise ValueError(f"{places}: tensor {name} is missing")
+        if headers[name].shape != shape:
+            raise ValueError(
+                f"{headers[name].file}: tensor {name} must be of shape {shape}, "
+                f"found {headers[name].shape}"
+            )
