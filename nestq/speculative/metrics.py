@@ -1,0 +1,149 @@
+"""What speculative decoding did: counts, rates and times."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+PHASES = ("prefill", "draft", "verification")
+
+
+@dataclass(frozen=True)
+class DecodingMetrics:
+    """Counts and times of one call.
+
+    A round is counted once for every row of the batch that is unfinished when it starts. Acceptance
+    is what the comparison of draft and target gave: where the end-of-sequence token or the maximum
+    length cuts a block, ``accepted`` counts the agreeing draft tokens behind the cut, too, and
+    ``tokens`` does not.
+
+    Attributes:
+        gamma: draft tokens a round.
+        batch: rows.
+        rounds: row-rounds.
+        verifications: forward passes of the target after the prefill, one a round of the batch.
+        accepted_per_position: for each of the gamma positions, row-rounds that kept the draft token
+            there, which takes the ones before it to be kept as well.
+        tokens: new tokens in the output, without padding.
+        prefill_seconds, draft_seconds, verification_seconds: time of these phases.
+        total_seconds: time from the start of the prefill to the last token.
+    """
+
+    gamma: int
+    batch: int
+    rounds: int
+    verifications: int
+    accepted_per_position: list[int]
+    tokens: int
+    prefill_seconds: float
+    draft_seconds: float
+    verification_seconds: float
+    total_seconds: float
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens: gamma a row-round."""
+        return self.gamma * self.rounds
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that the target agreed with, up to the first disagreement of each round."""
+        return sum(self.accepted_per_position)
+
+    @property
+    def slot_acceptance(self) -> float | None:
+        """``accepted / (gamma * rounds)``; None if nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """``1 + accepted / rounds``; None without a round."""
+        return 1 + self.accepted / self.rounds if self.rounds else None
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """Share of rounds that kept the draft token at each position; mean = slot acceptance."""
+        return [accepted / self.rounds for accepted in self.accepted_per_position]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens a second of the whole batch, prefill included."""
+        return self.tokens / self.total_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts, times and rates as plain numbers that JSON can hold."""
+        return asdict(self) | {
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "slot_acceptance": self.slot_acceptance,
+            "tokens_per_round": self.tokens_per_round,
+            "acceptance_per_position": self.acceptance_per_position,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+    def summary(self) -> str:
+        """A plain-text table with units."""
+        per_position = " ".join(f"{share:.3f}" for share in self.acceptance_per_position)
+        other = self.total_seconds - self.prefill_seconds
+        other -= self.draft_seconds + self.verification_seconds
+        lines = {
+            "gamma": f"{self.gamma} draft tokens a round",
+            "new tokens": f"{self.tokens} in {self.batch} row(s)",
+            "rounds": f"{self.rounds} ({self.verifications} verifications of the batch)",
+            "accepted": f"{self.accepted} of {self.drafted} draft tokens",
+            "slot acceptance": _rate(self.slot_acceptance),
+            "per position": per_position or "-",
+            "tokens per round": _rate(self.tokens_per_round),
+            "speed": f"{self.tokens_per_second:.2f} tokens/s",
+            "total": f"{self.total_seconds:.3f} s",
+            "  prefill": f"{self.prefill_seconds:.3f} s",
+            "  draft": f"{self.draft_seconds:.3f} s",
+            "  verification": f"{self.verification_seconds:.3f} s",
+            "  other": f"{other:.3f} s",
+        }
+        width = max(map(len, lines))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+class Stopwatch:
+    """Seconds of each phase and in total, on the device's clock, without waiting for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._spans: dict[str, list[tuple[Any, Any]]] = {phase: [] for phase in PHASES}
+        self._start = self._now()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count the time of the block for a phase, one of ``PHASES``."""
+        start = self._now()
+        yield
+        self._spans[phase].append((start, self._now()))
+
+    def seconds(self) -> dict[str, float]:
+        """``<phase>_seconds`` for every phase and ``total_seconds``; waits for the device."""
+        end = self._now()
+        if self._on_gpu:
+            end.synchronize()
+        phases = {
+            f"{phase}_seconds": sum((self._between(*span) for span in spans), 0.0)
+            for phase, spans in self._spans.items()
+        }
+        return phases | {"total_seconds": self._between(self._start, end)}
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) / 1000 if self._on_gpu else end - start

@@ -1,0 +1,250 @@
+"""What is not supported is refused by name, before anything is computed."""
+
+import copy
+from typing import Any
+
+import pytest
+import small_models
+import torch
+from speculative_runs import nested_model, padded_prompts, run
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    TextStreamer,
+)
+
+from nestq.kv_cache import NestedKVCache, cache_keyword
+from nestq.speculative import decode, speculative_generate
+from nestq.speculative.requests import check_rotary, count_pads
+
+
+def refuses(message: str, model: Any, tokens: Any, **options: Any) -> None:
+    """Both ways in refuse, and the model has not run."""
+    calls: list[Any] = []
+    handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    with pytest.raises(ValueError, match=message):
+        speculative_generate(model, tokens, **{"max_new_tokens": 4, **options})
+    with pytest.raises(ValueError, match=message):
+        model.generate(tokens, custom_generate=decode, **{"max_new_tokens": 4, **options})
+    handle.remove()
+    assert not calls
+
+
+@pytest.mark.parametrize("gamma", [-1, 17, 2.0, "4", True, None])
+def test_gamma(gamma: Any) -> None:
+    model = nested_model()
+    refuses("gamma must be an int from 0 to 16", model, small_models.tokens(model), gamma=gamma)
+
+
+@pytest.mark.parametrize("kv", ["kv2/kv8", "recent(0)", "", 8])
+def test_kv(kv: Any) -> None:
+    model = nested_model()
+    refuses("the KV policy must be", model, small_models.tokens(model), kv=kv)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"do_sample": True}, "do_sample=True is not supported: it asks for sampling"),
+        ({"num_beams": 3}, "num_beams=3 is not supported: it asks for beam search"),
+        ({"guidance_scale": 1.5}, "guidance_scale=1.5 is not supported"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6 is not supported"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 is not supported"),
+        ({"output_scores": True}, "output_scores=True is not supported"),
+        ({"output_logits": True}, "output_logits=True is not supported"),
+        ({"output_attentions": True}, "output_attentions=True is not supported"),
+        ({"output_hidden_states": True}, "output_hidden_states=True is not supported"),
+        ({"use_cache": False}, "use_cache=False is not supported"),
+        ({"cache_implementation": "static"}, "cache_implementation='static' is not supported"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_generation_options(options: dict[str, Any], message: str) -> None:
+    model = nested_model()
+    options["return_dict_in_generate"] = True
+    refuses(message, model, small_models.tokens(model), **options)
+    config = GenerationConfig(max_new_tokens=4, **options)
+    with pytest.raises(ValueError, match=message):
+        speculative_generate(model, small_models.tokens(model), generation_config=config)
+
+
+@pytest.mark.parametrize("options", [{"num_return_sequences": 2}, {"token_healing": True}])
+def test_options_that_transformers_refuses_itself(options: dict[str, Any]) -> None:
+    model = nested_model()
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=.* is not supported"):
+        run(model, small_models.tokens(model), gamma=2, **options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "assistant_model",
+        "custom_generate",
+        "inputs_embeds",
+        "negative_prompt_ids",
+        "negative_prompt_attention_mask",
+        "synced_gpus",
+    ],
+)
+def test_keywords(name: str) -> None:
+    model = nested_model()
+    with pytest.raises(ValueError, match=f"{name} is not supported"):
+        run(model, small_models.tokens(model), gamma=2, **{name: torch.ones(2, 3)})
+
+
+def test_embeddings_in_place_of_tokens() -> None:
+    model = nested_model()
+    embeddings = model.get_input_embeddings()(small_models.tokens(model))
+    with pytest.raises(ValueError, match="inputs_embeds is not supported"):
+        model.generate(inputs_embeds=embeddings, custom_generate=decode, max_new_tokens=4)
+
+
+def test_a_model_whose_defaults_ask_for_sampling() -> None:
+    model = nested_model()
+    tokens = small_models.tokens(model)
+    expected = speculative_generate(model, tokens, max_new_tokens=6)
+    before = model.generation_config
+    model.generation_config = copy.deepcopy(before)
+    model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9)
+    try:
+        refuses("pass do_sample=False to decode greedily", model, tokens)
+        greedy = speculative_generate(model, tokens, max_new_tokens=6, do_sample=False)
+        assert torch.equal(greedy, expected)
+    finally:
+        model.generation_config = before
+
+
+def test_models_that_are_not_nested_decoders() -> None:
+    dense = small_models.build("llama-gqa")
+    tokens = small_models.tokens(dense)
+    refuses("model must have nested weights, and LlamaForCausalLM has none", dense, tokens)
+    encoder = T5ForConditionalGeneration(
+        T5Config(vocab_size=97, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    )
+    encoder.generation_config.decoder_start_token_id = 0
+    refuses("got the encoder-decoder T5ForConditionalGeneration", encoder, tokens)
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1))
+    refuses("got the recurrent MambaForCausalLM", mamba, tokens)
+    with pytest.raises(ValueError, match="model must be a transformers causal language model"):
+        speculative_generate(torch.nn.Linear(2, 2), tokens)
+
+
+def without_refinement(model: PreTrainedModel) -> PreTrainedModel:
+    model = copy.deepcopy(model)
+    model.lm_head.weight.refinement = None
+    return model
+
+
+def test_a_model_with_the_base_plane_alone() -> None:
+    model = without_refinement(nested_model())
+    message = r"model must hold both planes, and lm_head\.weight has the base plane alone"
+    refuses(message, model, small_models.tokens(model))
+
+
+def test_a_model_in_training_mode() -> None:
+    model = copy.deepcopy(nested_model()).train()
+    refuses(r"call model\.eval\(\) first", model, small_models.tokens(model))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [[[1, 1, 1, 0], [1, 1, 1, 1]], [[0, 1, 0, 1], [1, 1, 1, 1]], [[0, 0, 0, 0], [1, 1, 1, 1]]],
+    ids=["right padding", "a hole", "an empty row"],
+)
+def test_masks_that_are_not_left_padding(mask: list[list[int]]) -> None:
+    model = nested_model()
+    tokens = small_models.tokens(model, 2, 4)
+    refuses("0 on left padding", model, tokens, attention_mask=torch.tensor(mask))
+
+
+def test_positions_of_the_user() -> None:
+    model = nested_model()
+    tokens, mask = padded_prompts(model, [0, 2], 4)
+    positions = torch.tensor([[5, 6, 7, 8], [0, 0, 0, 1]])
+    refuses("position_ids must count", model, tokens, attention_mask=mask, position_ids=positions)
+
+
+def test_inputs_of_other_kinds() -> None:
+    tokens = torch.ones(2, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="token_type_ids is not supported"):
+        count_pads(tokens, {"token_type_ids": tokens, "use_cache": True, "attention_mask": None})
+    with pytest.raises(ValueError, match="at least one token"):
+        count_pads(tokens[:, :0], {})
+    with pytest.raises(ValueError, match=r"shape of input_ids, \(2, 4\), got \(1, 4\)"):
+        count_pads(tokens, {"attention_mask": tokens[:1]})
+
+
+def test_caches() -> None:
+    model = nested_model()
+    tokens = small_models.tokens(model, 2, 4)
+
+    def given(cache: Any, **options: Any) -> dict[str, Any]:
+        return {"max_new_tokens": 6, "gamma": 3, cache_keyword(model): cache, **options}
+
+    def cache(length: int = 14, batch_size: int = 2) -> NestedKVCache:
+        return NestedKVCache(model.config, length, batch_size)
+
+    refuses("cache must be a NestedKVCache", model, tokens, **given(DynamicCache()))
+    refuses("max_length of at least 14", model, tokens, **given(cache(13)))
+    refuses("batch_size=2", model, tokens, **given(cache(batch_size=3)))
+    refuses("kv must be left out", model, tokens, **given(cache(), kv="kv4/kv8"))
+    used = cache()
+    speculative_generate(model, tokens, **given(used))
+    refuses(r"call cache\.reset\(\)", model, tokens, **given(used))
+
+
+def test_a_batch_without_a_pad_token() -> None:
+    model = nested_model()
+    tokens = small_models.tokens(model, 2, 4)
+    before = model.generation_config.pad_token_id
+    model.generation_config.pad_token_id = None
+    try:
+        assert speculative_generate(model, tokens, max_new_tokens=3).shape == (2, 7)
+        refuses("pad_token_id must be given", model, tokens, max_time=100.0)
+    finally:
+        model.generation_config.pad_token_id = before
+
+
+@pytest.mark.parametrize(
+    ("rope", "shortest", "longest", "refused"),
+    [
+        ({"rope_type": "default"}, 4, 200, False),
+        ({"rope_type": "linear", "factor": 2.0}, 4, 200, False),
+        ({"rope_type": "dynamic", "factor": 2.0}, 4, 64, False),
+        ({"rope_type": "dynamic", "factor": 2.0}, 4, 65, True),
+        ({"rope_type": "dynamic", "factor": 2.0}, 100, 200, True),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 32}, 4, 32, False),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 32}, 32, 33, True),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 32}, 33, 60, False),
+    ],
+)
+def test_rotary_embeddings_that_change_with_the_length(
+    rope: dict[str, Any], shortest: int, longest: int, refused: bool
+) -> None:
+    config = LlamaConfig(max_position_embeddings=64)
+    for parameters in (rope, {"full_attention": rope, "sliding_attention": {}}):
+        config.rope_parameters = parameters
+        if refused:
+            with pytest.raises(ValueError, match="max_length is too large"):
+                check_rotary(config, shortest, longest)
+        else:
+            check_rotary(config, shortest, longest)
+
+
+def test_an_error_ends_the_stream() -> None:
+    class Streamer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            ends.append(stream_end)
+
+    ends: list[bool] = []
+    model = nested_model()
+    streamer = Streamer(tokenizer=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gamma"):
+        speculative_generate(model, small_models.tokens(model), gamma=99, streamer=streamer)
+    assert ends == [True]

@@ -1,0 +1,153 @@
+from typing import Any
+
+import pytest
+import small_models
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from speculative_runs import PAD, nested_model, padded_prompts, run
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from nestq.speculative import speculative_generate
+from nestq.speculative.stopping import Stopping
+
+
+class SumIsMultiple(StoppingCriteria):
+    """Ends where the sum of all ids of a row is a multiple of 5."""
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return input_ids.sum(1) % 5 == 0
+
+
+@given(data=st.data(), batch=st.integers(1, 3), count=st.integers(1, 6), others=st.booleans())
+def test_a_block_ends_where_transformers_ends_it(
+    data: st.DataObject, batch: int, count: int, others: bool
+) -> None:
+    width = 4
+    max_length = data.draw(st.integers(width + 3, width + 10))
+    ends = data.draw(st.lists(st.integers(0, 9), max_size=2, unique=True))
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length)])
+    if ends:
+        criteria.append(EosTokenCriteria(ends))
+    if others:
+        criteria.append(SumIsMultiple())
+
+    def ints(low: int, high: int, n: int) -> list[int]:
+        return data.draw(st.lists(st.integers(low, high), min_size=n, max_size=n))
+
+    known = torch.tensor([ints(0, 9, width + 3) for _ in range(batch)])
+    last = torch.tensor(ints(width - 1, width + 1, batch))[:, None]
+    tokens = torch.tensor([ints(0, 9, count) for _ in range(batch)])
+    offered = torch.tensor(ints(0, count, batch))
+    ids = torch.zeros(batch, max_length + count + 1, dtype=torch.int64)
+    ids[:, : width + 3] = known
+    ids.scatter_(1, last + torch.arange(1, count + 1), tokens)
+
+    kept, ended = Stopping(criteria)(ids, tokens, last, offered)
+    for row in range(batch):
+        expected = 0, False
+        while expected[0] < offered[row] and not expected[1]:
+            length = int(last[row]) + 1 + expected[0] + 1
+            expected = expected[0] + 1, bool(criteria(ids[row : row + 1, :length], None))
+        if offered[row]:  # a finished row offers nothing and stays finished
+            assert (int(kept[row]), bool(ended[row])) == expected
+        else:
+            assert kept[row] == 0
+
+
+def test_a_maximum_length_is_needed() -> None:
+    with pytest.raises(ValueError, match="MaxLengthCriteria"):
+        Stopping(StoppingCriteriaList([EosTokenCriteria(1)]))
+
+
+class EndsAt(StoppingCriteria):
+    """Ends a row after a token, and keeps the ids that it was asked about."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+        self.seen: list[list[int]] = []
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        assert input_ids.shape[0] == 1
+        assert scores is None
+        self.seen.append(input_ids[0].tolist())
+        return input_ids[:, -1] == self.token
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_a_stopping_criterion_sees_every_token_once_and_in_order(gamma: int) -> None:
+    model = nested_model()
+    tokens, mask = padded_prompts(model, [0, 4], 9)
+    whole = run(model, tokens, gamma=0, attention_mask=mask).sequences
+    criterion = EndsAt(int(whole[1, 9 + 10]))
+    criteria = StoppingCriteriaList([criterion])
+    output = run(model, tokens, gamma, attention_mask=mask, stopping_criteria=criteria).sequences
+    for row, expected in zip(output.tolist(), whole.tolist(), strict=True):
+        generated = expected[9:]
+        end = criterion.token
+        length = 9 + (generated.index(end) + 1 if end in generated else len(generated))
+        assert row[:length] == expected[:length]
+        assert set(row[length:]) <= {PAD}
+        own = [ids for ids in criterion.seen if ids[:9] == expected[:9]]
+        assert own == [expected[:n] for n in range(10, length + 1)]
+
+
+def letters_tokenizer(size: int) -> PreTrainedTokenizerFast:
+    """A byte-pair tokenizer of letters and pairs of them, whose text is the tokens joined."""
+    letters = [chr(ord("a") + i) for i in range(26)]
+    pairs = [(first, second) for first in letters for second in letters][: 7 * (size - 26) : 7]
+    vocabulary = [*letters, *("".join(pair) for pair in pairs)]
+    backend = Tokenizer(BPE({text: i for i, text in enumerate(vocabulary)}, pairs))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 2, 5])
+def test_stop_strings_end_the_sequence_inside_and_across_blocks(gamma: int) -> None:
+    model = nested_model()
+    tokenizer = letters_tokenizer(97)
+    tokens = small_models.tokens(model, 1, 9)
+    whole = run(model, tokens, gamma=0).sequences[0].tolist()
+    texts = [tokenizer.decode([token]) for token in whole]
+    for i in range(9, len(whole) - 2):
+        # The end of one token, a whole one, and the beginning of the next.
+        stop = texts[i][-1] + texts[i + 1] + texts[i + 2][0]
+        end = next(
+            n for n in range(10, len(whole) + 1) if stop in "".join(texts[max(0, n - 4) : n])
+        )
+        output = run(model, tokens, gamma, stop_strings=["zzzz", stop], tokenizer=tokenizer)
+        assert output.sequences[0].tolist() == whole[:end], (i, stop)
+
+
+def test_stop_strings_of_the_generation_config_need_the_tokenizer() -> None:
+    model = nested_model()
+    tokens = small_models.tokens(model, 1, 9)
+    tokenizer = letters_tokenizer(97)
+    whole = run(model, tokens, gamma=0).sequences
+    stop = tokenizer.decode(whole[0, 11:13])
+    model.generation_config.stop_strings = stop
+    try:
+        with pytest.raises(ValueError, match="tokenizer must be given with stop_strings"):
+            speculative_generate(model, tokens, max_new_tokens=8)
+        output = run(model, tokens, gamma=2, tokenizer=tokenizer)
+        assert torch.equal(output.sequences, whole[:, :13])
+    finally:
+        model.generation_config.stop_strings = None
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1000.0])
+def test_max_time_ends_all_rows(seconds: float) -> None:
+    model = nested_model()
+    tokens, mask = padded_prompts(model, [0, 4], 9)
+    output = run(model, tokens, gamma=3, attention_mask=mask, max_time=seconds)
+    expected = run(model, tokens, gamma=0, attention_mask=mask).sequences
+    new = 1 if seconds == 0 else expected.shape[1] - 9
+    assert torch.equal(output.sequences, expected[:, : 9 + new])
