@@ -1,0 +1,32 @@
+"""nestq: self-speculative decoding from one bit-nested model."""
+
+from nestq.checkpoint import load, save
+from nestq.kv_cache import NestedKVCache
+from nestq.kv_policy import KVPolicy
+from nestq.ops import select_implementation
+from nestq.quantize import quantize_
+from nestq.recipes import bitnest_w4w8, w8a8
+from nestq.report import QuantizationReport
+from nestq.speculative import DecodingMetrics, SpeculativeOutput, decode, speculative_generate
+from nestq.tensor import NestedQuantTensor
+from nestq.view import nest_view
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DecodingMetrics",
+    "KVPolicy",
+    "NestedKVCache",
+    "NestedQuantTensor",
+    "QuantizationReport",
+    "SpeculativeOutput",
+    "bitnest_w4w8",
+    "decode",
+    "load",
+    "nest_view",
+    "quantize_",
+    "save",
+    "select_implementation",
+    "speculative_generate",
+    "w8a8",
+]

@@ -1,0 +1,240 @@
+"""Run calibration text through a model, one decoder layer at a time.
+
+Only one layer's activations exist at a time, and only one layer's weights need be on the compute
+device, so that a model larger than the device's memory can be calibrated.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from nestq.architectures import HEAD, Architecture
+from nestq.data import token_windows, tokenize_texts
+from nestq.gptq import Hessian
+from nestq.reference.linear import quantize_activation
+
+# names, linears and Hessian [K, K] of one group -> the weight that each linear computes with from
+# then on, or an empty list to leave them as they are.
+Process = Callable[[Sequence[str], Sequence[nn.Linear], Tensor], Sequence[Tensor]]
+
+
+def calibration_windows(
+    calibration: Any, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, length: int
+) -> Tensor:
+    """Rows of token ids ``[n, length]`` from what a user gave as calibration.
+
+    Args:
+        calibration: texts or chats, 1-D or 2-D int64 token tensors, lists of token ids, or a
+            ``datasets`` dataset with a column ``text``, ``messages`` or ``input_ids``.
+        tokenizer: for texts and chats.
+        vocab_size: ids must be below it.
+        length: tokens a row, at most; less if the calibration is shorter.
+
+    Raises:
+        TypeError, ValueError: what came cannot be used; says what is expected.
+    """
+    if isinstance(calibration, (str, bytes)):
+        raise TypeError("calibration must be a list of texts or of token ids, got a single string")
+    items = _dataset_column(calibration)
+    if isinstance(items, Tensor):
+        items = list(items if items.dim() == 2 else [items])
+    items = list(items)
+    if not items:
+        raise ValueError("calibration is empty; pass None to round to nearest without it")
+    if _is_token_ids(items[0]):
+        sequences = [_token_ids(item, index) for index, item in enumerate(items)]
+    elif tokenizer is None:
+        raise ValueError("calibration holds texts: pass tokenizer=, or pass token ids")
+    else:
+        sequences = tokenize_texts(tokenizer, items)
+    largest = max(max(sequence) for sequence in sequences)
+    smallest = min(min(sequence) for sequence in sequences)
+    if not 0 <= smallest <= largest < vocab_size:
+        raise ValueError(
+            f"calibration has token ids from {smallest} to {largest}, "
+            f"the model's vocabulary has {vocab_size}"
+        )
+    eos = None if tokenizer is None else tokenizer.eos_token_id
+    return token_windows(sequences, min(length, sum(map(len, sequences))), eos)
+
+
+def _dataset_column(calibration: Any) -> Any:
+    names = getattr(calibration, "column_names", None)
+    if names is None:
+        return calibration
+    for name in ("input_ids", "messages", "text"):
+        if name in names:
+            return calibration[name]
+    raise ValueError(
+        f"calibration: the dataset has columns {names}, expected 'text', 'messages' or 'input_ids'"
+    )
+
+
+def _is_token_ids(item: Any) -> bool:
+    return isinstance(item, Tensor) or (
+        isinstance(item, (list, tuple)) and len(item) > 0 and isinstance(item[0], int)
+    )
+
+
+def _token_ids(item: Any, index: int) -> list[int]:
+    tensor = torch.as_tensor(item)
+    if tensor.is_floating_point() or tensor.numel() == 0:
+        raise ValueError(
+            f"calibration[{index}] must hold integer token ids, "
+            f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
+        )
+    return tensor.flatten().tolist()
+
+
+class _FirstLayerReachedError(Exception):
+    """Ends a forward pass in front of the first decoder layer."""
+
+
+class LayerInputs:
+    """Inputs of a decoder layer for all calibration rows, advanced from layer to layer.
+
+    Attributes:
+        hidden: a tensor ``[batch, length, hidden_size]`` for each batch, on the compute device.
+        kwargs: keyword arguments that the layers get, the same for each batch.
+    """
+
+    def __init__(
+        self, architecture: Architecture, windows: Tensor, batch_size: int, device: torch.device
+    ) -> None:
+        self.device = device
+        self.hidden: list[Tensor] = []
+        self.kwargs: list[dict[str, Any]] = []
+        home = architecture.embedding.weight.device
+
+        def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            states = args[0] if args else kwargs.pop("hidden_states")
+            self.hidden.append(states.to(device))
+            self.kwargs.append(_to_device(kwargs, device))
+            raise _FirstLayerReachedError
+
+        hook = architecture.layers[0].register_forward_pre_hook(capture, with_kwargs=True)
+        try:
+            for rows in windows.split(batch_size):
+                try:
+                    architecture.model(input_ids=rows.to(home), use_cache=False)
+                except _FirstLayerReachedError:
+                    continue
+        finally:
+            hook.remove()
+
+    def run(self, layer: nn.Module) -> list[Tensor]:
+        """Outputs of a layer for all batches."""
+        outputs = []
+        for hidden, kwargs in zip(self.hidden, self.kwargs, strict=True):
+            output = layer(hidden, **kwargs)
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+        return outputs
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_to_device(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: _to_device(item, device) for key, item in value.items()}
+    return value
+
+
+def fake_quantize(x: Tensor) -> Tensor:
+    """``x`` rounded to what INT8 activations can hold, in its own dtype."""
+    codes, scale = quantize_activation(x)
+    return (codes * scale).to(x.dtype)
+
+
+@contextmanager
+def int8_inputs(linears: Sequence[nn.Linear]) -> Iterator[None]:
+    """Round the inputs of dense linears to INT8, as nested ones do."""
+    hooks = [
+        linear.register_forward_pre_hook(lambda _, args: (fake_quantize(args[0]), *args[1:]))
+        for linear in linears
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _observed(linear: nn.Linear, hessian: Hessian) -> Iterator[None]:
+    hook = linear.register_forward_hook(lambda _, args, __: hessian.add(args[0]))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def sweep_layers(
+    architecture: Architecture,
+    inputs: LayerInputs,
+    process: Process,
+    *,
+    with_head: bool,
+    description: str,
+    progress: bool = True,
+) -> None:
+    """Show ``process`` every group of linears with its Hessian, first layer to head.
+
+    The inputs that a layer is observed with come out of the layers before it as ``process`` left
+    them: each layer is calibrated on what it will really see. Weights return to where they were.
+    """
+    device = inputs.device
+    layers = tqdm(architecture.layers, desc=description, unit="layer", disable=not progress)
+    for index, layer in enumerate(layers):
+        home = next(layer.parameters()).device
+        layer.to(device)
+        linears = [architecture.linear(index, name) for name in architecture.linear_names]
+        hessians = _observe_layer(architecture, index, inputs)
+        replaced: dict[nn.Linear, Tensor] = {}
+        for group, hessian in zip(architecture.linear_groups, hessians, strict=True):
+            names = [f"{architecture.layer_name(index)}.{name}" for name in group]
+            modules = [architecture.linear(index, name) for name in group]
+            weights = process(names, modules, hessian.mean(names[0]))
+            replaced |= dict(zip(modules, weights, strict=True))
+        with int8_inputs(linears), _computing_with(replaced):
+            inputs.hidden = inputs.run(layer)
+        layer.to(home)
+    if with_head:
+        hessian = Hessian(architecture.head.in_features, device)
+        norm = architecture.final_norm.to(device)
+        for hidden in inputs.hidden:
+            hessian.add(fake_quantize(norm(hidden)))
+        norm.to(architecture.embedding.weight.device)
+        process([HEAD], [architecture.head], hessian.mean(HEAD))
+
+
+def _observe_layer(architecture: Architecture, index: int, inputs: LayerInputs) -> list[Hessian]:
+    """One Hessian for each group of linears; all linears of a group read one input."""
+    linears = [architecture.linear(index, name) for name in architecture.linear_names]
+    firsts = [architecture.linear(index, group[0]) for group in architecture.linear_groups]
+    hessians = [Hessian(first.in_features, inputs.device) for first in firsts]
+    with int8_inputs(linears), ExitStack() as observers:
+        for first, hessian in zip(firsts, hessians, strict=True):
+            observers.enter_context(_observed(first, hessian))
+        inputs.run(architecture.layers[index])
+    return hessians
+
+
+@contextmanager
+def _computing_with(weights: dict[nn.Linear, Tensor]) -> Iterator[None]:
+    """Let linears compute with other weights for a while."""
+    originals = {linear: linear.weight for linear in weights}
+    for linear, weight in weights.items():
+        linear.weight = nn.Parameter(weight.to(originals[linear].dtype), requires_grad=False)
+    try:
+        yield
+    finally:
+        for linear, original in originals.items():
+            linear.weight = original

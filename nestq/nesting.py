@@ -1,0 +1,186 @@
+"""Nest single linears: base, refinement, report, and the tensor that holds them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from nestq.gptq import Factor, factorize, quantize_base, quantize_refinement, search_scale
+from nestq.recipes import NestedRecipe
+from nestq.reference import weights as reference
+from nestq.report import LinearReport
+from nestq.tensor import NestedQuantTensor
+
+
+@dataclass
+class NestedCodes:
+    """Codes of one linear while it is being nested; not yet padded or packed.
+
+    Attributes:
+        base: int8 ``[N, K]``.
+        scale: ``[N, G]``, in its storage dtype.
+        refinement: int8 ``[N, K]``, once it is known.
+    """
+
+    base: Tensor
+    scale: Tensor
+    refinement: Tensor | None = None
+
+    def dense(self, group_size: int, overlap: int) -> Tensor:
+        """Float32 weight ``[N, K]``: the target's if the refinement is known, else the draft's."""
+        scale = reference.expand_scale(self.scale.float(), group_size)[:, : self.base.shape[1]]
+        if self.refinement is None:
+            return self.base * scale
+        return reference.compose(self.base, self.refinement, overlap) * scale / overlap
+
+
+@dataclass
+class Nester:
+    """Nests groups of linears; made for :func:`nestq.calibration.sweep_layers`.
+
+    Attributes:
+        recipe: how.
+        codes: what came out, by name of the linear.
+        reports: of the linears whose refinement is done.
+    """
+
+    recipe: NestedRecipe
+    codes: dict[str, NestedCodes] = field(default_factory=dict)
+    reports: list[LinearReport] = field(default_factory=list)
+
+    def base(
+        self, names: Sequence[str], linears: Sequence[nn.Linear], hessian: Tensor
+    ) -> list[Tensor]:
+        """Make the bases of linears that read one input; they then compute as drafts."""
+        factor = factorize(hessian, self.recipe.damping)
+        return [self._base(*pair, factor) for pair in zip(names, linears, strict=True)]
+
+    def refinement(
+        self, names: Sequence[str], linears: Sequence[nn.Linear], hessian: Tensor
+    ) -> list[Tensor]:
+        """Refine bases that are there already; the linears then compute as targets."""
+        factor = factorize(hessian, self.recipe.damping)
+        return [self._refine(*pair, factor, hessian) for pair in zip(names, linears, strict=True)]
+
+    def base_and_refinement(
+        self, names: Sequence[str], linears: Sequence[nn.Linear], hessian: Tensor
+    ) -> list[Tensor]:
+        """Do both on one Hessian; the linears then compute as drafts."""
+        factor = factorize(hessian, self.recipe.damping)
+        drafts = []
+        for name, linear in zip(names, linears, strict=True):
+            drafts.append(self._base(name, linear, factor))
+            self._refine(name, linear, factor, hessian)
+        return drafts
+
+    def round_to_nearest(self, name: str, linear: nn.Linear) -> None:
+        """Nest a linear without calibration."""
+        weight = _float_weight(linear)
+        padded = reference.pad_to_groups(weight, self.recipe.group_size)
+        scale = search_scale(padded, self.recipe.group_size, self.recipe.torch_scale_dtype)
+        base = reference.round_to_base(padded, scale, self.recipe.group_size)
+        codes = NestedCodes(base[:, : weight.shape[1]], scale)
+        self.codes[name] = codes
+        codes.refinement, saturation = self._closed_form(weight, codes)
+        self._report(name, weight, codes, saturation, None, None)
+
+    def _base(self, name: str, linear: nn.Linear, factor: Factor) -> Tensor:
+        weight = _float_weight(linear, factor.upper.device)
+        group_size = self.recipe.group_size
+        scale = search_scale(
+            reference.pad_to_groups(weight, group_size),
+            group_size,
+            self.recipe.torch_scale_dtype,
+            reference.pad_to_groups(factor.diagonal, group_size),
+        )
+        codes = NestedCodes(quantize_base(weight, factor, scale, group_size), scale)
+        self.codes[name] = codes
+        return codes.dense(group_size, self.recipe.target_overlap)
+
+    def _refine(self, name: str, linear: nn.Linear, factor: Factor, hessian: Tensor) -> Tensor:
+        weight = _float_weight(linear, factor.upper.device)
+        codes = self.codes[name]
+        if self.recipe.refinement == "closed_form":
+            codes.refinement, saturation = self._closed_form(weight, codes)
+        else:
+            codes.refinement, saturation = quantize_refinement(
+                weight,
+                codes.base,
+                factor,
+                codes.scale,
+                self.recipe.group_size,
+                self.recipe.target_overlap,
+            )
+        self._report(name, weight, codes, saturation, factor, hessian)
+        return codes.dense(self.recipe.group_size, self.recipe.target_overlap)
+
+    def _closed_form(self, weight: Tensor, codes: NestedCodes) -> tuple[Tensor, float]:
+        group_size = self.recipe.group_size
+        refinement, clipped = reference.refine(
+            reference.pad_to_groups(weight, group_size),
+            reference.pad_to_groups(codes.base, group_size),
+            codes.scale,
+            group_size,
+            self.recipe.target_overlap,
+        )
+        columns = weight.shape[1]
+        return refinement[:, :columns], clipped[:, :columns].float().mean().item()
+
+    def _report(
+        self,
+        name: str,
+        weight: Tensor,
+        codes: NestedCodes,
+        saturation: float,
+        factor: Factor | None,
+        hessian: Tensor | None,
+    ) -> None:
+        options = self.recipe.group_size, self.recipe.target_overlap
+        draft = NestedCodes(codes.base, codes.scale).dense(*options)
+        self.reports.append(
+            LinearReport(
+                name=name,
+                shape=(weight.shape[0], weight.shape[1]),
+                draft_error=_relative_error(draft, weight, hessian),
+                target_error=_relative_error(codes.dense(*options), weight, hessian),
+                saturation=saturation,
+                damping=None if factor is None else factor.damping,
+                dead_columns=0 if factor is None else factor.dead_columns,
+            )
+        )
+
+
+def _float_weight(linear: nn.Linear, device: torch.device | None = None) -> Tensor:
+    return linear.weight.detach().to(device=device, dtype=torch.float32)
+
+
+def _relative_error(approximation: Tensor, weight: Tensor, hessian: Tensor | None) -> float:
+    """``||X (approximation - weight)^T|| / ||X weight^T||`` for inputs with this Hessian."""
+
+    def squared(matrix: Tensor) -> Tensor:
+        transformed = matrix if hessian is None else matrix @ hessian
+        return (transformed * matrix).sum().clamp(min=0)
+
+    signal = squared(weight).sqrt().item()
+    return squared(approximation - weight).sqrt().item() / signal if signal else 0.0
+
+
+def install(
+    linears: Mapping[str, nn.Linear], codes: dict[str, NestedCodes], recipe: NestedRecipe
+) -> None:
+    """Give linears their nested weights, and use up the codes."""
+    for name, linear in linears.items():
+        nested = codes.pop(name)
+        assert nested.refinement is not None
+        weight = linear.weight
+        tensor = NestedQuantTensor.from_codes(
+            reference.pad_to_groups(nested.base, recipe.group_size),
+            reference.pad_to_groups(nested.refinement, recipe.group_size),
+            nested.scale,
+            group_size=recipe.group_size,
+            overlap=recipe.target_overlap,
+            in_features=weight.shape[1],
+            hp_dtype=weight.dtype,
+        )
+        linear.weight = nn.Parameter(tensor.to(weight.device), requires_grad=False)
