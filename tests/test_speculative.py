@@ -83,6 +83,28 @@ def test_what_drafts_read_of_the_cache_changes_acceptance_alone(kv: str) -> None
     assert 0 < output.metrics.accepted < output.metrics.drafted
 
 
+def test_auto_switches_at_the_length_of_the_context() -> None:
+    model = nested_model("qwen2")
+    tokens = small_models.tokens(model, 2, 9)
+
+    def first_drafts(kv: str) -> Tensor:
+        logits: list[Tensor] = []
+
+        def hook(module: Any, args: Any, output: Any) -> None:
+            if current_view() == "draft":
+                logits.append(output.logits)
+
+        handle = model.register_forward_hook(hook)
+        run(model, tokens, gamma=3, kv=kv, max_new_tokens=1)
+        handle.remove()
+        return torch.cat(logits)
+
+    # The first round has a context of 8 positions.
+    assert not torch.equal(first_drafts("kv8/kv8"), first_drafts("kv4/kv8"))
+    assert torch.equal(first_drafts("auto(8)"), first_drafts("kv8/kv8"))
+    assert torch.equal(first_drafts("auto(7)"), first_drafts("kv4/kv8"))
+
+
 @pytest.mark.parametrize("pads", [[0], [0, 3, 6], [7, 0, 1, 5, 2, 8, 4, 3]])
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral"])
 def test_a_row_of_a_padded_batch_equals_the_prompt_alone(family: str, pads: list[int]) -> None:
@@ -108,12 +130,23 @@ def test_prompts_of_one_token() -> None:
     assert torch.equal(alone.sequences, run(model, tokens[1:, 4:], gamma=0).sequences)
 
 
-def test_the_prompt_may_be_read_in_chunks() -> None:
+@pytest.mark.parametrize(("chunk", "widths"), [(None, [10]), (3, [3, 3, 3, 1])])
+def test_the_prompt_may_be_read_in_chunks(chunk: int | None, widths: list[int]) -> None:
     model = nested_model()
     tokens, mask = padded_prompts(model, [0, 6], 11)
-    expected = run(model, tokens, gamma=2, attention_mask=mask)
-    output = run(model, tokens, gamma=2, attention_mask=mask, prefill_chunk_size=3)
+    expected = run(model, tokens, gamma=0, attention_mask=mask)
+    shapes: list[tuple[int, int]] = []
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        shapes.append((kwargs["input_ids"].shape[1], output.logits.shape[1]))
+
+    handle = model.register_forward_hook(hook, with_kwargs=True)
+    output = run(model, tokens, gamma=1, attention_mask=mask, prefill_chunk_size=chunk)
+    handle.remove()
     assert torch.equal(output.sequences, expected.sequences)
+    # No more logits than of one column in the prefill; then rounds of one and two tokens.
+    assert shapes[: len(widths)] == [(width, 1) for width in widths]
+    assert shapes[len(widths) :] == [(1, 1), (2, 2)] * output.metrics.verifications
 
 
 def test_accepting_every_draft_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,8 @@ def test_a_block_ends_where_transformers_ends_it(
 def test_a_maximum_length_is_needed() -> None:
     with pytest.raises(ValueError, match="MaxLengthCriteria"):
         Stopping(StoppingCriteriaList([EosTokenCriteria(1)]))
+    lengths = StoppingCriteriaList([MaxLengthCriteria(7), MaxLengthCriteria(5)])
+    assert Stopping(lengths).max_length == 5
 
 
 class EndsAt(StoppingCriteria):
