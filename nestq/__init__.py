@@ -1,5 +1,13 @@
 """nestq: self-speculative decoding from one bit-nested model."""
 
+# ruff: noqa: E402
+import logging
+
+# Importing torchao reports each of its CUDA libraries that this machine cannot load, and what it
+# registers twice with PyTorch.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
 from nestq.checkpoint import load, save
 from nestq.kv_cache import NestedKVCache
 from nestq.kv_policy import KVPolicy

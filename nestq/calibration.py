@@ -4,8 +4,8 @@ Only one layer's activations exist at a time, and only one layer's weights need 
 device, so that a model larger than the device's memory can be calibrated.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -40,14 +40,26 @@ def calibration_windows(
     """
     if isinstance(calibration, (str, bytes)):
         raise TypeError("calibration must be a list of texts or of token ids, got a single string")
+    if isinstance(calibration, Mapping) and not hasattr(calibration, "column_names"):
+        raise TypeError(
+            "calibration must be a list of texts or of token ids, or a dataset, "
+            f"got {type(calibration).__name__} with keys {list(calibration)}"
+        )
     items = _dataset_column(calibration)
     if isinstance(items, Tensor):
+        if items.dim() not in (1, 2):
+            raise ValueError(f"calibration must be a 1-D or 2-D tensor, got {tuple(items.shape)}")
         items = list(items if items.dim() == 2 else [items])
     items = list(items)
     if not items:
         raise ValueError("calibration is empty; pass None to round to nearest without it")
     if _is_token_ids(items[0]):
         sequences = [_token_ids(item, index) for index, item in enumerate(items)]
+    elif not isinstance(items[0], (str, list, tuple)) or items[0] in ([], ()):
+        raise TypeError(
+            "calibration must hold texts, chats, or lists or tensors of token ids, "
+            f"got {items[0]!r} first"
+        )
     elif tokenizer is None:
         raise ValueError("calibration holds texts: pass tokenizer=, or pass token ids")
     else:
@@ -82,8 +94,10 @@ def _is_token_ids(item: Any) -> bool:
 
 
 def _token_ids(item: Any, index: int) -> list[int]:
+    if not _is_token_ids(item):
+        raise TypeError(f"calibration[{index}] must hold token ids as the first does, got {item!r}")
     tensor = torch.as_tensor(item)
-    if tensor.is_floating_point() or tensor.numel() == 0:
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.numel() == 0:
         raise ValueError(
             f"calibration[{index}] must hold integer token ids, "
             f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
@@ -91,8 +105,21 @@ def _token_ids(item: Any, index: int) -> list[int]:
     return tensor.flatten().tolist()
 
 
-class _FirstLayerReachedError(Exception):
-    """Ends a forward pass in front of the first decoder layer."""
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module compute something else for a while."""
+    own = module.__dict__.get("forward")  # of a library that wraps forward passes
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
+
+
+class _LastLayerReachedError(Exception):
+    """Ends a forward pass in front of the last decoder layer."""
 
 
 class LayerInputs:
@@ -100,7 +127,8 @@ class LayerInputs:
 
     Attributes:
         hidden: a tensor ``[batch, length, hidden_size]`` for each batch, on the compute device.
-        kwargs: keyword arguments that the layers get, the same for each batch.
+        kwargs: for each batch the keyword arguments of every layer; where layers attend
+            differently, each has a mask of its own.
     """
 
     def __init__(
@@ -108,30 +136,31 @@ class LayerInputs:
     ) -> None:
         self.device = device
         self.hidden: list[Tensor] = []
-        self.kwargs: list[dict[str, Any]] = []
+        self.kwargs: list[list[dict[str, Any]]] = []
         home = architecture.embedding.weight.device
 
-        def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states = args[0] if args else kwargs.pop("hidden_states")
-            self.hidden.append(states.to(device))
-            self.kwargs.append(_to_device(kwargs, device))
-            raise _FirstLayerReachedError
+        def record(hidden_states: Tensor, **kwargs: Any) -> Tensor:
+            calls = self.kwargs[-1]
+            if not calls:
+                self.hidden.append(hidden_states.to(device))
+            calls.append(kwargs)
+            if len(calls) == len(architecture.layers):
+                raise _LastLayerReachedError
+            return hidden_states
 
-        hook = architecture.layers[0].register_forward_pre_hook(capture, with_kwargs=True)
-        try:
+        with torch.no_grad(), ExitStack() as stack:
+            for layer in architecture.layers:
+                stack.enter_context(replaced_forward(layer, record))
             for rows in windows.split(batch_size):
-                try:
+                self.kwargs.append([])
+                with suppress(_LastLayerReachedError):
                     architecture.model(input_ids=rows.to(home), use_cache=False)
-                except _FirstLayerReachedError:
-                    continue
-        finally:
-            hook.remove()
 
-    def run(self, layer: nn.Module) -> list[Tensor]:
-        """Outputs of a layer for all batches."""
+    def run(self, layer: nn.Module, index: int) -> list[Tensor]:
+        """Outputs of decoder layer ``index`` for all batches."""
         outputs = []
-        for hidden, kwargs in zip(self.hidden, self.kwargs, strict=True):
-            output = layer(hidden, **kwargs)
+        for hidden, calls in zip(self.hidden, self.kwargs, strict=True):
+            output = layer(hidden, **_to_device(calls[index], self.device))
             outputs.append(output[0] if isinstance(output, tuple) else output)
         return outputs
 
@@ -193,26 +222,34 @@ def sweep_layers(
     device = inputs.device
     layers = tqdm(architecture.layers, desc=description, unit="layer", disable=not progress)
     for index, layer in enumerate(layers):
-        home = next(layer.parameters()).device
-        layer.to(device)
         linears = [architecture.linear(index, name) for name in architecture.linear_names]
-        hessians = _observe_layer(architecture, index, inputs)
-        replaced: dict[nn.Linear, Tensor] = {}
-        for group, hessian in zip(architecture.linear_groups, hessians, strict=True):
-            names = [f"{architecture.layer_name(index)}.{name}" for name in group]
-            modules = [architecture.linear(index, name) for name in group]
-            weights = process(names, modules, hessian.mean(names[0]))
-            replaced |= dict(zip(modules, weights, strict=True))
-        with int8_inputs(linears), _computing_with(replaced):
-            inputs.hidden = inputs.run(layer)
-        layer.to(home)
+        with moved(layer, device):
+            hessians = _observe_layer(architecture, index, inputs)
+            replaced: dict[nn.Linear, Tensor] = {}
+            for group, hessian in zip(architecture.linear_groups, hessians, strict=True):
+                names = [f"{architecture.layer_name(index)}.{name}" for name in group]
+                modules = [architecture.linear(index, name) for name in group]
+                weights = process(names, modules, hessian.mean(names[0]))
+                if weights:
+                    replaced |= dict(zip(modules, weights, strict=True))
+            with int8_inputs(linears), _computing_with(replaced):
+                inputs.hidden = inputs.run(layer, index)
     if with_head:
         hessian = Hessian(architecture.head.in_features, device)
-        norm = architecture.final_norm.to(device)
-        for hidden in inputs.hidden:
-            hessian.add(fake_quantize(norm(hidden)))
-        norm.to(architecture.embedding.weight.device)
+        with moved(architecture.final_norm, device) as norm:
+            for hidden in inputs.hidden:
+                hessian.add(fake_quantize(norm(hidden)))
         process([HEAD], [architecture.head], hessian.mean(HEAD))
+
+
+@contextmanager
+def moved(module: nn.Module, device: torch.device) -> Iterator[nn.Module]:
+    """Have a module, which lies on one device, on another for a while."""
+    home = next(module.parameters()).device
+    try:
+        yield module.to(device)
+    finally:
+        module.to(home)
 
 
 def _observe_layer(architecture: Architecture, index: int, inputs: LayerInputs) -> list[Hessian]:
@@ -223,7 +260,7 @@ def _observe_layer(architecture: Architecture, index: int, inputs: LayerInputs) 
     with int8_inputs(linears), ExitStack() as observers:
         for first, hessian in zip(firsts, hessians, strict=True):
             observers.enter_context(_observed(first, hessian))
-        inputs.run(architecture.layers[index])
+        inputs.run(architecture.layers[index], index)
     return hessians
 
 

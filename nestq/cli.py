@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,25 +10,26 @@ from typing import Any
 
 from rich.console import Console
 
-# Set before torchao is imported: it reports each of its own CUDA libraries that a CPU cannot load.
-logging.getLogger("torchao").setLevel(logging.ERROR)
-
 GROUP_SIZES = (32, 64, 128)
 USAGE_ERROR = 2
 
 
 def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return value
+    return _at_least(1, text)
 
 
 def _not_negative(text: str) -> int:
-    return 0 if text.strip() == "0" else _positive(text)
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number >= {least}, got {text!r}")
+    return value
 
 
 class _Parser(argparse.ArgumentParser):
@@ -191,7 +191,6 @@ def _quantize(options: argparse.Namespace, console: Console) -> None:
     from nestq import bitnest_w4w8, quantize_, save
     from nestq.checkpoint import check_target
     from nestq.data import calibration_tokens, load_texts
-    from nestq.pretrained import load_model
 
     recipe = bitnest_w4w8(
         group_size=options.group_size,
@@ -202,13 +201,18 @@ def _quantize(options: argparse.Namespace, console: Console) -> None:
         tune_codes=options.tune_codes,
         seed=options.seed,
     )
+    if options.tuning_steps and options.calibration == "none":
+        raise ValueError("--tuning-steps needs calibration, got --calibration none")
     check_target(options.out)
+    if options.device is not None:
+        _check_device(options.device)
     texts: Any = None
     if options.calibration not in ("sharegpt", "none"):
         texts = load_texts(options.calibration)
-    model, tokenizer = load_model(options.model)
+    model, tokenizer = _load(options.model)
     if options.calibration == "sharegpt":
-        texts = calibration_tokens(tokenizer, options.tokens, seed=options.seed)
+        # Many short chats calibrate better than few long ones.
+        texts = calibration_tokens(tokenizer, options.tokens, 512, options.seed)
     report = quantize_(
         model,
         recipe,
@@ -226,10 +230,10 @@ def _generate(options: argparse.Namespace, console: Console) -> None:
     from transformers import TextStreamer
 
     from nestq import speculative_generate
-    from nestq.pretrained import load_model
 
     _require_checkpoint(options.model)
-    model, tokenizer = load_model(options.model)
+    _check_decoding(options)
+    model, tokenizer = _load(options.model)
     if options.chat:
         messages = [{"role": "user", "content": options.prompt}]
         inputs: Any = tokenizer.apply_chat_template(
@@ -259,11 +263,14 @@ def _eval(options: argparse.Namespace, console: Console) -> None:
         tokenize_texts,
     )
     from nestq.evaluation import measure_acceptance, plain_w8a8, score_text
-    from nestq.pretrained import load_model
 
     config = _require_checkpoint(options.model)
-    reference, tokenizer = load_model(options.reference)
-    nested, _ = load_model(options.model)
+    _check_decoding(options)
+    _check_device(options.device)
+    if options.json and not options.json.resolve().parent.is_dir():
+        raise FileNotFoundError(f"--json {options.json}: there is no folder to write it to")
+    reference, tokenizer = _load(options.reference)
+    nested, _ = _load(options.model)
     _select_reference_on_gpu(options.device, console)
     reference.to(options.device)
     nested.to(options.device)
@@ -271,6 +278,10 @@ def _eval(options: argparse.Namespace, console: Console) -> None:
     code = tokenize_texts(tokenizer, humaneval_prompts())
     half = options.tokens // 2
     sequences = _up_to(code, half) + heldout_tokens(tokenizer, options.tokens - half, 512)
+    # The last text is cut to fit; of a single token nothing can be predicted.
+    sequences = [sequence for sequence in sequences if len(sequence) > 1]
+    if not sequences:
+        raise ValueError(f"--tokens {options.tokens}: too few to predict one from another")
     w8a8_model = None
     if not options.no_w8a8:
         rotation, seed = recipe.get("rotation", "orthogonal"), recipe.get("seed", 0)
@@ -313,6 +324,35 @@ def _require_checkpoint(folder: str | Path) -> Any:
     from nestq.checkpoint import read_config
 
     return read_config(folder)
+
+
+def _check_decoding(options: argparse.Namespace) -> None:
+    """Refuse what decoding would refuse, before models are loaded."""
+    from nestq import KVPolicy
+    from nestq.speculative.requests import check_gamma
+
+    check_gamma(options.gamma)
+    KVPolicy.parse(options.kv)
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without CUDA
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {device!r} cannot be used: {reason}") from error
+
+
+def _load(source: str) -> Any:
+    """Model and tokenizer; an error says which of the models it was."""
+    from nestq.pretrained import load_model
+
+    try:
+        return load_model(source)
+    except OSError as error:
+        raise OSError(f"{source}: neither a folder nor a model to fetch: {error}") from error
 
 
 def _select_reference_on_gpu(device: str, console: Console) -> None:

@@ -111,7 +111,7 @@ def _make_checkpoint(folder: Path, device: str, console: Console) -> None:
     report = quantize_(
         model,
         bitnest_w4w8(),
-        calibration=calibration_tokens(tokenizer, CALIBRATION_TOKENS),
+        calibration=calibration_tokens(tokenizer, CALIBRATION_TOKENS, max_length=512),
         tokenizer=tokenizer,
         device=device,
     )

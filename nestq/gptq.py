@@ -70,10 +70,15 @@ class Factor:
     dead_columns: int
 
 
-def factorize(hessian: Tensor, damping: float) -> Factor:
+def factorize(hessian: Tensor, damping: float, name: str = "hessian") -> Factor:
     """Invert a Hessian ``[K, K]``, damping it more (tenfold) until it is positive definite.
 
     A dead input gets a unit diagonal: its weights are rounded and disturb no other column.
+
+    Args:
+        hessian: ``[K, K]``, symmetric.
+        damping: fraction of its mean diagonal to begin with, above 0, at most ``MAX_DAMPING``.
+        name: of the layer, for the error.
 
     Raises:
         CalibrationError: not positive definite even with damping 1.
@@ -81,7 +86,7 @@ def factorize(hessian: Tensor, damping: float) -> Factor:
     matrix = hessian.double()
     dead = matrix.diagonal() == 0
     mean_diagonal = matrix.diagonal().mean().item() or 1.0
-    while damping <= MAX_DAMPING:
+    while True:
         damped = matrix.clone()
         damped.diagonal()[dead] = 1.0
         damped.diagonal().add_(damping * mean_diagonal)
@@ -91,8 +96,9 @@ def factorize(hessian: Tensor, damping: float) -> Factor:
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
         if not failed:
             return Factor(upper.float(), hessian.diagonal().float(), damping, int(dead.sum()))
-        damping *= 10
-    raise CalibrationError(f"the Hessian is not positive definite with damping {MAX_DAMPING}")
+        if damping >= MAX_DAMPING:
+            raise CalibrationError(f"{name}: not positive definite even with damping {damping}")
+        damping = min(damping * 10, MAX_DAMPING)
 
 
 def search_scale(

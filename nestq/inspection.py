@@ -3,17 +3,20 @@
 import math
 from pathlib import Path
 
+from rich import box
 from rich.table import Table
 
 from nestq.checkpoint_format import StoredTensor, read_headers
 from nestq.hf_quantizer import NestedConfig
 
 BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "BOOL": 1}
-PARTS = ("base", "refinement", "scale")
+PARTS = {"base": "base planes", "refinement": "refinement planes", "scale": "scales"}
 
 
 def checkpoint_table(folder: Path, config: NestedConfig) -> Table:
-    """One row a nested linear: bytes of its parts, and what quantization reported.
+    """One row a nested linear, with its bytes and what quantization reported; then totals.
+
+    It fits 80 columns.
 
     Args:
         folder: checkpoint; only headers of its safetensors files are read.
@@ -23,11 +26,14 @@ def checkpoint_table(folder: Path, config: NestedConfig) -> Table:
     linears = {entry["name"]: entry for entry in (config.report or {}).get("linears", ())}
     table = Table(
         title=f"{folder}: groups of {config.group_size}, overlap {config.overlap}, "
-        f"format {config.format_version}"
+        f"format {config.format_version}",
+        box=box.SIMPLE,
+        collapse_padding=True,
+        pad_edge=False,
+        show_edge=False,
     )
-    table.add_column("linear")
-    columns = ("shape", *(f"{part}, KiB" for part in PARTS), "draft error", "target error")
-    for header in (*columns, "saturated"):
+    table.add_column("linear", no_wrap=True)
+    for header in ("shape", "KiB", "draft\nerror", "target\nerror", "saturated"):
         table.add_column(header, justify="right")
     totals = dict.fromkeys(PARTS, 0)
     for name in config.modules:
@@ -38,18 +44,20 @@ def checkpoint_table(folder: Path, config: NestedConfig) -> Table:
         totals = {part: totals[part] + sizes[part] for part in PARTS}
         report = linears.get(name)
         table.add_row(
-            name,
-            "-" if report is None else " x ".join(map(str, report["shape"])),
-            *_kib(sizes),
+            name.removeprefix("model."),
+            "-" if report is None else "x".join(map(str, report["shape"])),
+            _kib(sum(sizes.values())),
             *(_percent(report, key) for key in ("draft_error", "target_error", "saturation")),
         )
     table.add_section()
+    for part, size in totals.items():
+        table.add_row(PARTS[part], "", _kib(size))
     saturation = (config.report or {}).get("saturation")
     last = "-" if saturation is None else f"{saturation:.2%}"
-    table.add_row(f"{len(config.modules)} linears", "", *_kib(totals), "", "", last)
+    table.add_row(f"{len(config.modules)} linears", "", _kib(sum(totals.values())), "", "", last)
     nested = {f"{name}.weight.{part}" for name in config.modules for part in PARTS}
     rest = sum(_bytes(tensor) for name, tensor in headers.items() if name not in nested)
-    table.caption = f"dense tensors (embedding, norms): {rest / 1024:,.0f} KiB"
+    table.add_row("dense (embedding, norms)", "", _kib(rest))
     return table
 
 
@@ -57,8 +65,8 @@ def _bytes(tensor: StoredTensor) -> int:
     return math.prod(tensor.shape) * BYTES[tensor.dtype]
 
 
-def _kib(sizes: dict[str, int]) -> list[str]:
-    return [f"{size / 1024:,.1f}" for size in sizes.values()]
+def _kib(size: int) -> str:
+    return f"{size / 1024:,.1f}"
 
 
 def _percent(report: dict[str, float] | None, key: str) -> str:

@@ -53,21 +53,21 @@ class Nester:
         self, names: Sequence[str], linears: Sequence[nn.Linear], hessian: Tensor
     ) -> list[Tensor]:
         """Make the bases of linears that read one input; they then compute as drafts."""
-        factor = factorize(hessian, self.recipe.damping)
+        factor = factorize(hessian, self.recipe.damping, names[0])
         return [self._base(*pair, factor) for pair in zip(names, linears, strict=True)]
 
     def refinement(
         self, names: Sequence[str], linears: Sequence[nn.Linear], hessian: Tensor
     ) -> list[Tensor]:
         """Refine bases that are there already; the linears then compute as targets."""
-        factor = factorize(hessian, self.recipe.damping)
+        factor = factorize(hessian, self.recipe.damping, names[0])
         return [self._refine(*pair, factor, hessian) for pair in zip(names, linears, strict=True)]
 
     def base_and_refinement(
         self, names: Sequence[str], linears: Sequence[nn.Linear], hessian: Tensor
     ) -> list[Tensor]:
         """Do both on one Hessian; the linears then compute as drafts."""
-        factor = factorize(hessian, self.recipe.damping)
+        factor = factorize(hessian, self.recipe.damping, names[0])
         drafts = []
         for name, linear in zip(names, linears, strict=True):
             drafts.append(self._base(name, linear, factor))
@@ -79,6 +79,7 @@ class Nester:
         weight = _float_weight(linear)
         padded = reference.pad_to_groups(weight, self.recipe.group_size)
         scale = search_scale(padded, self.recipe.group_size, self.recipe.torch_scale_dtype)
+        _check_scale(name, scale)
         base = reference.round_to_base(padded, scale, self.recipe.group_size)
         codes = NestedCodes(base[:, : weight.shape[1]], scale)
         self.codes[name] = codes
@@ -94,6 +95,7 @@ class Nester:
             self.recipe.torch_scale_dtype,
             reference.pad_to_groups(factor.diagonal, group_size),
         )
+        _check_scale(name, scale)
         codes = NestedCodes(quantize_base(weight, factor, scale, group_size), scale)
         self.codes[name] = codes
         return codes.dense(group_size, self.recipe.target_overlap)
@@ -149,6 +151,11 @@ class Nester:
                 dead_columns=0 if factor is None else factor.dead_columns,
             )
         )
+
+
+def _check_scale(name: str, scale: Tensor) -> None:
+    if not torch.isfinite(scale).all():
+        raise ValueError(f"scale_dtype: {scale.dtype} cannot hold the scales of {name}")
 
 
 def _float_weight(linear: nn.Linear, device: torch.device | None = None) -> Tensor:

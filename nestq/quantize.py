@@ -45,7 +45,7 @@ def quantize_(
     *,
     calibration: Any = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    calibration_length: int = 2048,
+    calibration_length: int = 512,
     batch_size: int = 8,
     device: torch.device | str | None = None,
     progress: bool = True,
@@ -72,7 +72,8 @@ def quantize_(
         A report with one entry a linear.
 
     Raises:
-        TypeError, ValueError: an argument is off; the model is unchanged.
+        TypeError, ValueError: an argument is off; the model is unchanged (rotated, at most, where
+            scales overflow ``scale_dtype``).
         UnsupportedArchitectureError: the model's structure is unknown, and the recipe needs it.
         CalibrationError: calibration met NaN, infinity or a singular layer.
     """
@@ -83,6 +84,10 @@ def quantize_(
         return _quantize_w8a8(model, recipe)
     if not isinstance(recipe, NestedRecipe):
         raise TypeError(f"recipe must be bitnest_w4w8() or w8a8(), got {type(recipe).__name__}")
+    for argument, value in (("calibration_length", calibration_length), ("batch_size", batch_size)):
+        if not (isinstance(value, int) and value >= 1):
+            raise ValueError(f"{argument} must be an int >= 1, got {value!r}")
+    where = None if device is None else _device(device)
     if recipe.tuning_steps and calibration is None:
         raise ValueError("recipe: tuning_steps needs calibration=, got None")
     notes: list[str] = []
@@ -113,13 +118,13 @@ def quantize_(
     else:
         assert architecture is not None
         observed = windows[: max(1, HESSIAN_TOKENS // windows.shape[1])]
-        where = torch.device(device) if device is not None else architecture.embedding.weight.device
+        compute = where or architecture.embedding.weight.device
 
         def sweep(process: Callable[..., list[Tensor]], description: str) -> None:
             with _timed(seconds, description):
                 sweep_layers(
                     architecture,
-                    LayerInputs(architecture, observed, batch_size, where),
+                    LayerInputs(architecture, observed, batch_size, compute),
                     process,
                     with_head=recipe.quantize_head,
                     description=description,
@@ -130,7 +135,7 @@ def quantize_(
             sweep(nester.base, "base")
             with _timed(seconds, "tuning"):
                 losses = tune_base(
-                    architecture, nester.codes, windows, recipe, where, batch_size, progress
+                    architecture, nester.codes, windows, recipe, compute, batch_size, progress
                 )
             sweep(nester.refinement, "refinement")
         else:
@@ -148,6 +153,14 @@ def quantize_(
     return report
 
 
+def _device(device: torch.device | str) -> torch.device:
+    """The device, once something has been put there."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise ValueError(f"device {device!r} cannot be used: {error}") from error
+
+
 def _architecture(
     model: nn.Module, needed: bool, recipe: NestedRecipe | W8A8Recipe
 ) -> Architecture | None:
@@ -161,11 +174,16 @@ def _architecture(
 
 
 def _linears(
-    model: nn.Module, architecture: Architecture | None, recipe: NestedRecipe
+    model: PreTrainedModel, architecture: Architecture | None, recipe: NestedRecipe
 ) -> dict[str, nn.Linear]:
     """Linears to nest by name, in order of evaluation."""
     if architecture is None:
-        return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        left_out = None if recipe.quantize_head else model.get_output_embeddings()
+        return {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and module is not left_out
+        }
     linears = dict(architecture.named_linears())
     if recipe.quantize_head:
         linears[HEAD] = architecture.head
@@ -210,15 +228,17 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 def _quantize_w8a8(model: nn.Module, recipe: W8A8Recipe) -> QuantizationReport:
     """Rotate, then let torchao round to 8 bits: per row for weights, per token for activations."""
     architecture = describe(model)
+    linears = dict(architecture.named_linears())
+    if recipe.quantize_head:
+        linears[HEAD] = architecture.head
+    for name, linear in linears.items():
+        _check_linear(name, linear)
     seconds: dict[str, float] = {}
     with _timed(seconds, "rotation"):
         notes = _rotate(model, architecture, recipe.rotation, recipe.seed)
-    names = {name for name, _ in architecture.named_linears()}
-    if recipe.quantize_head:
-        names.add(HEAD)
     with _timed(seconds, "rounding"):
         torchao_quantize_(
-            model, Int8DynamicActivationInt8WeightConfig(), filter_fn=lambda _, n: n in names
+            model, Int8DynamicActivationInt8WeightConfig(), filter_fn=lambda _, n: n in linears
         )
     return QuantizationReport((), 0, seconds, notes)
 
@@ -226,7 +246,10 @@ def _quantize_w8a8(model: nn.Module, recipe: W8A8Recipe) -> QuantizationReport:
 @register_quantize_module_handler(NestedRecipe)
 def _nest_module(module: nn.Module, config: NestedRecipe) -> nn.Module:
     """What ``torchao.quantization.quantize_`` calls: one linear, rounded to nearest."""
-    assert isinstance(module, nn.Linear)
+    if not isinstance(module, nn.Linear):
+        raise TypeError(f"bitnest_w4w8() nests nn.Linear only, got {type(module).__name__}")
+    if config.tuning_steps:
+        raise ValueError("tuning_steps needs the whole model and calibration: use nestq.quantize_")
     _check_linear("weight", module)
     nester = Nester(config)
     nester.round_to_nearest("module", module)

@@ -60,14 +60,15 @@ class NestedRecipe(AOBaseConfig):
             closed = self.refinement == "closed_form"
             object.__setattr__(self, "overlap", _PAPER_OVERLAP if closed else _DEFAULT_OVERLAP)
         check_options(self.group_size, self.target_overlap)
-        if not 0 < self.damping <= 1:
+        if not (isinstance(self.damping, (int, float)) and 0 < self.damping <= 1):
             raise ValueError(f"damping must be above 0 and at most 1, got {self.damping!r}")
+        for name in ("quantize_head", "tune_codes"):
+            _check_bool(name, getattr(self, name))
         if not (isinstance(self.tuning_steps, int) and self.tuning_steps >= 0):
             raise ValueError(f"tuning_steps must be an int >= 0, got {self.tuning_steps!r}")
         if self.tune_codes and not self.tuning_steps:
             raise ValueError("tune_codes needs tuning_steps of at least 1, got 0")
-        if not isinstance(self.seed, int):
-            raise ValueError(f"seed must be an int, got {self.seed!r}")
+        _check_seed(self.seed)
 
     @property
     def target_overlap(self) -> int:
@@ -101,6 +102,8 @@ class W8A8Recipe:
 
     def __post_init__(self) -> None:
         _check_choice("rotation", self.rotation, get_args(RotationChoice))
+        _check_bool("quantize_head", self.quantize_head)
+        _check_seed(self.seed)
 
 
 def bitnest_w4w8(**options: Any) -> NestedRecipe:
@@ -116,3 +119,13 @@ def w8a8(**options: Any) -> W8A8Recipe:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be a bool, got {value!r}")
+
+
+def _check_seed(value: object) -> None:
+    if not isinstance(value, int):
+        raise ValueError(f"seed must be an int, got {value!r}")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -63,15 +64,22 @@ class QuantizationReport:
         return {**asdict(self), "saturation": self.saturation}
 
     def table(self) -> Table:
-        """One row a linear, for ``rich``."""
-        table = Table(title=f"Nested {len(self.linears)} linears", caption=self.caption())
-        table.add_column("linear")
-        for header in ("shape", "draft error", "target error", "saturated", "damping", "dead"):
+        """One row a linear, for ``rich``, in 80 columns; names without their prefix ``model.``."""
+        table = Table(
+            title=f"Nested {len(self.linears)} linears",
+            caption=self.caption(),
+            box=box.SIMPLE,
+            collapse_padding=True,
+            pad_edge=False,
+            show_edge=False,
+        )
+        table.add_column("linear", no_wrap=True)
+        for header in ("shape", "draft\nerror", "target\nerror", "saturated", "damp", "dead"):
             table.add_column(header, justify="right")
         for entry in self.linears:
             table.add_row(
-                entry.name,
-                f"{entry.shape[0]} x {entry.shape[1]}",
+                entry.name.removeprefix("model."),
+                f"{entry.shape[0]}x{entry.shape[1]}",
                 f"{entry.draft_error:.2%}",
                 f"{entry.target_error:.3%}",
                 f"{entry.saturation:.2%}",
@@ -93,4 +101,4 @@ class QuantizationReport:
         console = console or Console()
         console.print(self.table())
         for note in self.notes:
-            console.print(f"note: {note}")
+            console.print(f"note: {note}", markup=False)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nestq.architectures import HEAD, Architecture
+from nestq.calibration import moved, replaced_forward
 from nestq.nesting import NestedCodes
 from nestq.recipes import NestedRecipe
 from nestq.reference import weights as reference
@@ -121,8 +122,20 @@ def tune_base(
         KL divergence of each step, nats a token.
     """
     model = architecture.model
-    home = next(model.parameters()).device
-    model.to(device)
+    with torch.enable_grad(), moved(model, device), _frozen(model):
+        return _tune(architecture, codes, windows, recipe, device, batch_size, progress)
+
+
+def _tune(
+    architecture: Architecture,
+    codes: Mapping[str, NestedCodes],
+    windows: Tensor,
+    recipe: NestedRecipe,
+    device: torch.device,
+    batch_size: int,
+    progress: bool,
+) -> list[float]:
+    model = architecture.model
     linears = dict(architecture.named_linears()) | {HEAD: architecture.head}
     tuned = {
         name: _TunedLinear(linears[name], entry, recipe, device) for name, entry in codes.items()
@@ -155,7 +168,6 @@ def tune_base(
     for name, nested in codes.items():
         nested.scale = tuned[name].tuned_scale().detach().to(nested.scale)
         nested.base = tuned[name].tuned_base().detach().to(nested.base)
-    model.to(home)
     return losses
 
 
@@ -178,9 +190,21 @@ def _drafting(tuned: Mapping[str, _TunedLinear]) -> Iterator[None]:
     """Let the linears compute as tuned drafts for a while."""
     with ExitStack() as stack:
         for entry in tuned.values():
-            entry.linear.__dict__["forward"] = entry
-            stack.callback(entry.linear.__dict__.pop, "forward")
+            stack.enter_context(replaced_forward(entry.linear, entry))
         yield
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Let no parameter of a model gather a gradient for a while."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
 
 
 def _shuffled_batches(windows: Tensor, batch_size: int, seed: int) -> Iterator[Tensor]:

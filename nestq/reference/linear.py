@@ -69,7 +69,9 @@ def nested_linear(
     """
     rows = pad_to_groups(x.reshape(-1, x.shape[-1]), group_size)
     activation, activation_scale = quantize_activation(rows)
-    block = max(1, CACHED_CODES // rows.shape[1])
+    block = base.shape[0]
+    if x.device.type == "cpu":
+        block = max(1, CACHED_CODES // rows.shape[1])
     sums = []
     for start in range(0, base.shape[0], block):
         part = slice(start, start + block)
