@@ -164,7 +164,7 @@ def test_every_group_is_shown_once_with_its_inputs(model: PreTrainedModel) -> No
     observed: dict[str, list[Tensor]] = {}
     architecture = describe(model)
     named = dict(architecture.named_linears()) | {HEAD: architecture.head}
-    sweep(model, process)
+    sweep(model, process, batch_size=4)  # as below, so that even float noise is the same
     assert order == list(named)
     hooks = [
         linear.register_forward_hook(
@@ -179,7 +179,7 @@ def test_every_group_is_shown_once_with_its_inputs(model: PreTrainedModel) -> No
     for name, inputs in observed.items():
         rows = fake_quantize(inputs[0]).flatten(0, 1)
         expected = rows.T @ rows / len(rows)
-        assert (seen[name] - expected).norm() < 2e-2 * expected.norm(), name
+        assert (seen[name] - expected).norm() < 1e-5 * expected.norm(), name
 
 
 @pytest.mark.parametrize(("family", "groups"), [("llama-gqa", 4), ("phi3", 4)])

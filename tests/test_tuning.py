@@ -1,16 +1,18 @@
 """End-to-end tuning of the base: it lowers the divergence and breaks nothing it may not touch."""
 
+import copy
 from typing import Any
 
 import pytest
 import small_models
 import torch
+from test_calibration import assert_no_trace
 from transformers import PreTrainedModel
 
-from nestq import bitnest_w4w8, quantize_, tuning
-from nestq.architectures import describe
+from nestq import bitnest_w4w8, nest_view, quantize_, tuning
+from nestq.architectures import HEAD, describe
 from nestq.calibration import LayerInputs, sweep_layers
-from nestq.nesting import NestedCodes, Nester
+from nestq.nesting import NestedCodes, Nester, install
 from nestq.reference import weights as reference
 
 STEPS = 12
@@ -85,6 +87,54 @@ def test_tuned_codes_stay_where_the_refinement_reaches(monkeypatch: pytest.Monke
             inside = (ideal > low) & (ideal < high)
             far = (codes.base - ideal).abs()[inside]
             assert far.max() <= tuning.CODE_REACH + 0.5 + 1e-3
+
+
+def test_the_teacher_gathers_no_gradient() -> None:
+    model, nester, windows = based()
+    model.model.norm.weight.requires_grad_(False)
+    trainable = {name: p.requires_grad for name, p in model.named_parameters()}
+    with torch.no_grad():  # as a caller may have it
+        tune(model, nester, windows)
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == trainable
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_error_leaves_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, nester, windows = based()
+    trainable = {name: p.requires_grad for name, p in model.named_parameters()}
+    with torch.no_grad():
+        expected = model(windows).logits
+
+    def fail(x: torch.Tensor) -> None:
+        raise RuntimeError("stop")
+
+    monkeypatch.setattr(tuning, "quantize_activation", fail)
+    with pytest.raises(RuntimeError, match="stop"):
+        tune(model, nester, windows)
+    assert_no_trace(model)
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == trainable
+    with torch.no_grad():
+        assert torch.equal(model(windows).logits, expected)
+
+
+def test_the_loss_is_the_divergence_of_the_draft_view() -> None:
+    model, nester, windows = based()
+    for codes in nester.codes.values():
+        codes.scale *= 0.5  # so far away that the divergence depends on its direction
+    with torch.no_grad():
+        teacher = model(windows).logits.log_softmax(-1)
+    loss = tune(model, copy.deepcopy(nester), windows)[0]  # all 8 rows are in each step
+    architecture = describe(model)
+    for name, linear in [*architecture.named_linears(), (HEAD, architecture.head)]:
+        nester.codes[name].refinement = torch.zeros_like(nester.codes[name].base)
+        install({name: linear}, nester.codes, nester.recipe)
+    with nest_view("draft"), torch.no_grad():
+        draft = model(windows).logits.log_softmax(-1)
+    divergence = (teacher.exp() * (teacher - draft)).sum(-1).mean().item()
+    other_way = (draft.exp() * (draft - teacher)).sum(-1).mean().item()
+    assert abs(other_way - divergence) > 0.01 * divergence
+    # Float noise flips a few INT8 codes.
+    assert loss == pytest.approx(divergence, rel=2e-3)
 
 
 def test_gradients_pass_through_rounding() -> None:
