@@ -6,11 +6,37 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
+from transformers import TextStreamer
 
-GROUP_SIZES = (32, 64, 128)
+from nestq.checkpoint import check_target, read_config, save
+from nestq.data import (
+    calibration_tokens,
+    chat_prompt_tokens,
+    code_prompt_tokens,
+    heldout_tokens,
+    humaneval_prompts,
+    load_texts,
+    tokenize_texts,
+)
+from nestq.demo import run_demo
+from nestq.evaluation import (
+    measure_acceptance,
+    plain_w8a8,
+    score_text,
+    select_reference_on_gpu,
+)
+from nestq.inspection import checkpoint_table
+from nestq.kv_policy import KVPolicy
+from nestq.pretrained import load_model
+from nestq.quantize import quantize_, usable_device
+from nestq.recipes import RefinementKind, RotationChoice, bitnest_w4w8
+from nestq.speculative import speculative_generate
+from nestq.speculative.requests import check_gamma
+from nestq.tensor import GROUP_SIZES
+
 USAGE_ERROR = 2
 
 
@@ -94,13 +120,9 @@ def _add_quantize(commands: Any) -> None:
         "--tokens", type=_positive, default=131072, help="calibration tokens; default: %(default)s"
     )
     command.add_argument("--group-size", type=int, default=64, choices=GROUP_SIZES)
-    command.add_argument(
-        "--refinement", default="compensated", choices=("compensated", "closed_form")
-    )
+    command.add_argument("--refinement", default="compensated", choices=get_args(RefinementKind))
     command.add_argument("--overlap", type=_positive, help="target steps in a base step, 1 to 16")
-    command.add_argument(
-        "--rotation", default="orthogonal", choices=("orthogonal", "hadamard", "none")
-    )
+    command.add_argument("--rotation", default="orthogonal", choices=get_args(RotationChoice))
     command.add_argument(
         "--tuning-steps",
         type=_not_negative,
@@ -188,10 +210,6 @@ def _add_demo(commands: Any) -> None:
 
 
 def _quantize(options: argparse.Namespace, console: Console) -> None:
-    from nestq import bitnest_w4w8, quantize_, save
-    from nestq.checkpoint import check_target
-    from nestq.data import calibration_tokens, load_texts
-
     recipe = bitnest_w4w8(
         group_size=options.group_size,
         refinement=options.refinement,
@@ -205,7 +223,7 @@ def _quantize(options: argparse.Namespace, console: Console) -> None:
         raise ValueError("--tuning-steps needs calibration, got --calibration none")
     check_target(options.out)
     if options.device is not None:
-        _check_device(options.device)
+        usable_device(options.device)
     texts: Any = None
     if options.calibration not in ("sharegpt", "none"):
         texts = load_texts(options.calibration)
@@ -227,11 +245,7 @@ def _quantize(options: argparse.Namespace, console: Console) -> None:
 
 
 def _generate(options: argparse.Namespace, console: Console) -> None:
-    from transformers import TextStreamer
-
-    from nestq import speculative_generate
-
-    _require_checkpoint(options.model)
+    read_config(options.model)
     _check_decoding(options)
     model, tokenizer = _load(options.model)
     if options.chat:
@@ -255,23 +269,14 @@ def _generate(options: argparse.Namespace, console: Console) -> None:
 
 
 def _eval(options: argparse.Namespace, console: Console) -> None:
-    from nestq.data import (
-        chat_prompt_tokens,
-        code_prompt_tokens,
-        heldout_tokens,
-        humaneval_prompts,
-        tokenize_texts,
-    )
-    from nestq.evaluation import measure_acceptance, plain_w8a8, score_text
-
-    config = _require_checkpoint(options.model)
+    config = read_config(options.model)
     _check_decoding(options)
-    _check_device(options.device)
+    usable_device(options.device)
     if options.json and not options.json.resolve().parent.is_dir():
         raise FileNotFoundError(f"--json {options.json}: there is no folder to write it to")
     reference, tokenizer = _load(options.reference)
     nested, _ = _load(options.model)
-    _select_reference_on_gpu(options.device, console)
+    select_reference_on_gpu(options.device, console)
     reference.to(options.device)
     nested.to(options.device)
     recipe = config.recipe or {}
@@ -308,59 +313,26 @@ def _eval(options: argparse.Namespace, console: Console) -> None:
 
 
 def _inspect(options: argparse.Namespace, console: Console) -> None:
-    from nestq.inspection import checkpoint_table
-
-    config = _require_checkpoint(options.model)
+    config = read_config(options.model)
     console.print(checkpoint_table(options.model, config))
 
 
 def _demo(options: argparse.Namespace, console: Console) -> None:
-    from nestq.demo import run_demo
-
     run_demo(options.folder, options.prompt, options.max_new_tokens, console)
-
-
-def _require_checkpoint(folder: str | Path) -> Any:
-    from nestq.checkpoint import read_config
-
-    return read_config(folder)
 
 
 def _check_decoding(options: argparse.Namespace) -> None:
     """Refuse what decoding would refuse, before models are loaded."""
-    from nestq import KVPolicy
-    from nestq.speculative.requests import check_gamma
-
     check_gamma(options.gamma)
     KVPolicy.parse(options.kv)
 
 
-def _check_device(device: str) -> None:
-    import torch
-
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without CUDA
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device {device!r} cannot be used: {reason}") from error
-
-
 def _load(source: str) -> Any:
     """Model and tokenizer; an error says which of the models it was."""
-    from nestq.pretrained import load_model
-
     try:
         return load_model(source)
     except OSError as error:
         raise OSError(f"{source}: neither a folder nor a model to fetch: {error}") from error
-
-
-def _select_reference_on_gpu(device: str, console: Console) -> None:
-    if str(device).startswith("cuda"):
-        from nestq import select_implementation
-
-        select_implementation("reference")
-        console.print("no CUDA kernels in this version: running the eager reference on the GPU")
 
 
 def _up_to(sequences: Sequence[list[int]], tokens: int) -> list[list[int]]:

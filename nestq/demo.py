@@ -12,9 +12,8 @@ from transformers import PreTrainedModel, TextStreamer
 from nestq.architectures import describe
 from nestq.checkpoint import read_config, save
 from nestq.data import calibration_tokens, heldout_tokens
-from nestq.evaluation import Evaluation, score_text
+from nestq.evaluation import Evaluation, score_text, select_reference_on_gpu
 from nestq.hf_quantizer import nested_weights
-from nestq.ops import select_implementation
 from nestq.pretrained import load_model
 from nestq.quantize import quantize_
 from nestq.recipes import bitnest_w4w8
@@ -35,9 +34,7 @@ def run_demo(folder: Path, prompt: str, max_new_tokens: int, console: Console) -
         console: where to print.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        select_implementation("reference")
-        console.print("no CUDA kernels in this version: running the eager reference on the GPU")
+    select_reference_on_gpu(device, console)
     if folder.exists():
         read_config(folder)  # refuses what is not a nestq checkpoint
     else:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from nestq.attention import nested_attention_implementation
 from nestq.kv_cache import NestedKVCache
+from nestq.ops import select_implementation
 from nestq.quantize import quantize_
 from nestq.recipes import RotationChoice, w8a8
 from nestq.speculative import DecodingMetrics, SpeculativeOutput, speculative_generate
@@ -118,6 +120,13 @@ def _generation_table(metrics: DecodingMetrics) -> Table:
     table.add_row("slot acceptance", f"{metrics.slot_acceptance:.4f}")
     table.add_row("tokens per round", f"{metrics.tokens_per_round:.3f}")
     return table
+
+
+def select_reference_on_gpu(device: torch.device | str, console: Console) -> None:
+    """Run operators that have no kernel by the reference, and say so; nothing to do on a CPU."""
+    if torch.device(device).type == "cuda":
+        select_implementation("reference")
+        console.print("no CUDA kernels in this version: running the eager reference on the GPU")
 
 
 def nested_logits(model: PreTrainedModel, view: View) -> Logits:

@@ -25,7 +25,7 @@ from nestq.hf_quantizer import attach
 from nestq.nesting import Nester, install
 from nestq.recipes import NestedRecipe, W8A8Recipe
 from nestq.report import QuantizationReport
-from nestq.rotation import Rotation, check_rotation, rotate_, untie_
+from nestq.rotation import Rotation, rotate_, untie_
 from nestq.tensor import NestedQuantTensor, check_weight
 from nestq.tuning import tune_base
 
@@ -87,7 +87,7 @@ def quantize_(
     for argument, value in (("calibration_length", calibration_length), ("batch_size", batch_size)):
         if not (isinstance(value, int) and value >= 1):
             raise ValueError(f"{argument} must be an int >= 1, got {value!r}")
-    where = None if device is None else _device(device)
+    where = None if device is None else usable_device(device)
     if recipe.tuning_steps and calibration is None:
         raise ValueError("recipe: tuning_steps needs calibration=, got None")
     notes: list[str] = []
@@ -153,8 +153,12 @@ def quantize_(
     return report
 
 
-def _device(device: torch.device | str) -> torch.device:
-    """The device, once something has been put there."""
+def usable_device(device: torch.device | str) -> torch.device:
+    """The device, once something has been put there.
+
+    Raises:
+        ValueError: nothing can be put there.
+    """
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
@@ -174,9 +178,9 @@ def _architecture(
 
 
 def _linears(
-    model: PreTrainedModel, architecture: Architecture | None, recipe: NestedRecipe
+    model: PreTrainedModel, architecture: Architecture | None, recipe: NestedRecipe | W8A8Recipe
 ) -> dict[str, nn.Linear]:
-    """Linears to nest by name, in order of evaluation."""
+    """Linears to quantize by name, in order of evaluation."""
     if architecture is None:
         left_out = None if recipe.quantize_head else model.get_output_embeddings()
         return {
@@ -203,16 +207,11 @@ def _check_linear(name: str, linear: nn.Linear) -> None:
 
 def _rotate(model: nn.Module, architecture: Architecture, kind: str, seed: int) -> list[str]:
     """Rotate what can be rotated; returns what a user should know."""
-    if kind == "none":
-        if architecture.tied:
-            untie_(model)
-        return []
     notes = []
-    if not architecture.rotatable:
-        notes.append(f"the residual stream is not rotated: {architecture.reason}")
-    rotation = Rotation.random(architecture, seed, kind, r1=architecture.rotatable)  # type: ignore[arg-type]
-    check_rotation(architecture, rotation)
-    rotate_(model, rotation)
+    if kind != "none":
+        if not architecture.rotatable:
+            notes.append(f"the residual stream is not rotated: {architecture.reason}")
+        rotate_(model, Rotation.random(architecture, seed, kind, r1=architecture.rotatable))  # type: ignore[arg-type]
     if architecture.tied:
         untie_(model)
     return notes
@@ -225,12 +224,10 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
     seconds[stage] = time.perf_counter() - start
 
 
-def _quantize_w8a8(model: nn.Module, recipe: W8A8Recipe) -> QuantizationReport:
+def _quantize_w8a8(model: PreTrainedModel, recipe: W8A8Recipe) -> QuantizationReport:
     """Rotate, then let torchao round to 8 bits: per row for weights, per token for activations."""
     architecture = describe(model)
-    linears = dict(architecture.named_linears())
-    if recipe.quantize_head:
-        linears[HEAD] = architecture.head
+    linears = _linears(model, architecture, recipe)
     for name, linear in linears.items():
         _check_linear(name, linear)
     seconds: dict[str, float] = {}

@@ -274,7 +274,7 @@ def test_ctrl_c_is_no_traceback(
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nestq.inspection.checkpoint_table", stop)
+    monkeypatch.setattr("nestq.cli.checkpoint_table", stop)
 
     assert cli.main(["inspect", nested]) == 130
     assert capsys.readouterr().err == "nestq inspect: stopped\n"
