@@ -1,7 +1,9 @@
 """Linear layers on nested planes with INT8 activations and INT32 sums (BitNest paper, section 3).
 
-The result of a row has the same bits whatever the other rows are: sums inside a group are exact
-integers, and the groups are added in one order, multiply then add, in float32.
+Everything but the first and the last step is exact: activations and weight codes are integers, and
+the scales of a weight row are 15-bit integers times one power of two. So the sum over all of K has
+no rounding and no order, and the result of a row has the same bits whatever the other rows are, how
+the sum is cut in parts and what computes it.
 """
 
 from functools import cache
@@ -13,6 +15,9 @@ from nestq.reference.weights import compose, pad_to_groups, unpack_base, unpack_
 
 # Weight rows are unpacked in blocks of about this many codes, so that they stay in a CPU's cache.
 CACHED_CODES = 1 << 20
+SCALE_BITS = 15
+# The exponent below which a row's unit would leave the normal float32 numbers.
+SMALLEST_EXPONENT = -111
 
 
 def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,6 +31,22 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / safe).round().clamp(-127, 127).to(torch.int8), scale
 
 
+def fixed_point_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales ``[N, G]`` as integers times a power of two that the row shares.
+
+    A bfloat16 scale is represented exactly unless it is over 128 times smaller than the largest of
+    its row; any scale is off by at most ``2 ** -15`` of that largest one.
+
+    Returns:
+        int16 ``[N, G]`` in [0, 32767] and float32 ``[N]``.
+    """
+    scale = scale.float()
+    exponent = torch.frexp(scale.amax(-1)).exponent.clamp(min=SMALLEST_EXPONENT) - SCALE_BITS
+    unit = ((exponent + 127) << 23).view(torch.float32)  # 2 ** exponent, bit by bit
+    codes = (scale / unit[:, None]).round().clamp(max=(1 << SCALE_BITS) - 1)
+    return codes.to(torch.int16), unit
+
+
 @cache
 def _int_mm_is_exact() -> bool:
     """Whether this CPU's int8 matmul sums without saturation (some do not, lacking VNNI)."""
@@ -35,12 +56,12 @@ def _int_mm_is_exact() -> bool:
 
 
 def integer_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Exact ``a @ b.T`` of int8 ``[M, g]`` and ``[N, g]`` with g <= 512, as float32 ``[M, N]``.
+    """Exact ``a @ b.T`` of int8 ``[M, g]`` and ``[N, g]`` with g <= 512: integers ``[M, N]``.
 
     Both branches are exact: a float32 sum of products below 2^14 needs at most 2^23 for 512 terms.
     """
     if a.device.type == "cpu" and _int_mm_is_exact():
-        return torch._int_mm(a, b.T).float()
+        return torch._int_mm(a, b.T)
     return a.float() @ b.float().T
 
 
@@ -72,37 +93,47 @@ def nested_linear(
     block = base.shape[0]
     if x.device.type == "cpu":
         block = max(1, CACHED_CODES // rows.shape[1])
+    scale_codes, unit = fixed_point_scale(scale)
     sums = []
     for start in range(0, base.shape[0], block):
         part = slice(start, start + block)
         refinement_part = None if refinement is None else refinement[part]
         sums.append(
-            _grouped_sums(activation, base[part], refinement_part, scale[part], group_size, overlap)
+            _exact_sums(
+                activation, base[part], refinement_part, scale_codes[part], group_size, overlap
+            )
         )
     divisor = 1 if refinement is None else overlap
-    out = torch.cat(sums, dim=-1) * (activation_scale / divisor)
+    out = torch.cat(sums, dim=-1).float() * (activation_scale / divisor * unit)
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype).view(*x.shape[:-1], base.shape[0])
 
 
-def _grouped_sums(
+def _exact_sums(
     activation: Tensor,
     base: Tensor,
     refinement: Tensor | None,
-    scale: Tensor,
+    scale_codes: Tensor,
     group_size: int,
     overlap: int,
 ) -> Tensor:
-    """Sum over groups of ``scale * (activation . codes)``: float32 ``[M, N]``."""
+    """Sum over groups of ``scale code * (activation . codes)``: integers in float64 ``[M, N]``.
+
+    A term is below 2^37, so 2^16 groups sum exactly.
+    """
     codes = unpack_base(base, group_size)
     if refinement is not None:
         codes = compose(codes, unpack_refinement(refinement, group_size), overlap)
-    group_scale = scale.float().T.contiguous()
-    total = torch.zeros(activation.shape[0], base.shape[0], device=activation.device)
+    group_scale = scale_codes.T.double()
+    total = torch.zeros(
+        activation.shape[0], base.shape[0], dtype=torch.float64, device=activation.device
+    )
     for group, start in enumerate(range(0, activation.shape[1], group_size)):
         span = slice(start, start + group_size)
-        total += integer_matmul(activation[:, span], codes[:, span]) * group_scale[group]
+        total.addcmul_(
+            integer_matmul(activation[:, span], codes[:, span]).double(), group_scale[group]
+        )
     return total
 
 
