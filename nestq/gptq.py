@@ -122,7 +122,7 @@ def search_scale(
     groups = weight.unflatten(-1, (-1, group_size))
     rows = max(1, SEARCH_BLOCK // weight.shape[-1])
     blocks = [_search_block(block, scale_dtype, importance, bits) for block in groups.split(rows)]
-    return torch.cat(blocks)
+    return reference.round_scale(torch.cat(blocks), scale_dtype)
 
 
 def _search_block(

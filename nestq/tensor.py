@@ -128,7 +128,8 @@ class NestedQuantTensor(TorchAOBaseTensor):
         check_weight(weight)
         check_options(group_size, overlap)
         padded = reference.pad_to_groups(weight.detach().float(), group_size)
-        scale = reference.absmax_scale(padded, group_size, 4, scale_dtype)
+        largest = reference.absmax_scale(padded, group_size, 4, torch.float32)
+        scale = reference.round_scale(largest, scale_dtype)
         if not torch.isfinite(scale).all():
             raise ValueError(f"scale_dtype {scale_dtype} cannot hold the scale of this weight")
         base_codes = reference.round_to_base(padded, scale, group_size)

@@ -69,7 +69,8 @@ class _TunedLinear:
     def tuned_scale(self) -> Tensor:
         """Float32 scale ``[N, G]``, rounded as it will be stored."""
         exact = self.scale.float() * self.log_factor.exp()
-        return _RoundThrough.apply(exact, exact.detach().to(self.scale.dtype).float())
+        stored = reference.round_scale(exact.detach(), self.scale.dtype)
+        return _RoundThrough.apply(exact, stored.float())
 
     def tuned_base(self) -> Tensor:
         """Codes ``[N, K]``."""

@@ -330,7 +330,10 @@ def test_searched_scale_is_no_worse_than_absmax(
     plain = reference.absmax_scale(weight, GROUP, 4, dtype)
     measure = torch.ones(96) if importance is None else importance
     ours, theirs = scale_errors(weight, scale, measure), scale_errors(weight, plain, measure)
-    assert (ours <= theirs * (1 + 1e-6)).all()
+    # Scales move by up to 2^-15 of the row's largest when they are stored, codes times as much.
+    moved = 8 * 2**-15 * plain.float().amax(-1, keepdim=True)
+    slack = moved * measure.view(-1, GROUP).sum(-1).sqrt()
+    assert (ours.sqrt() <= theirs.sqrt() + slack).all()
     assert ours.sum() < theirs.sum()
     assert (scale[0, 0] == 0).all()
 

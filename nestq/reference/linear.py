@@ -11,13 +11,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nestq.reference.weights import compose, pad_to_groups, unpack_base, unpack_refinement
+from nestq.reference.weights import (
+    compose,
+    fixed_point_scale,
+    pad_to_groups,
+    unpack_base,
+    unpack_refinement,
+)
 
 # Weight rows are unpacked in blocks of about this many codes, so that they stay in a CPU's cache.
 CACHED_CODES = 1 << 20
-SCALE_BITS = 15
-# The exponent below which a row's unit would leave the normal float32 numbers.
-SMALLEST_EXPONENT = -111
 
 
 def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,22 +32,6 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.abs().amax(-1, keepdim=True) / 127
     safe = torch.where(scale > 0, scale, 1)
     return (x / safe).round().clamp(-127, 127).to(torch.int8), scale
-
-
-def fixed_point_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales ``[N, G]`` as integers times a power of two that the row shares.
-
-    A bfloat16 scale is represented exactly unless it is over 128 times smaller than the largest of
-    its row; any scale is off by at most ``2 ** -15`` of that largest one.
-
-    Returns:
-        int16 ``[N, G]`` in [0, 32767] and float32 ``[N]``.
-    """
-    scale = scale.float()
-    exponent = torch.frexp(scale.amax(-1)).exponent.clamp(min=SMALLEST_EXPONENT) - SCALE_BITS
-    unit = ((exponent + 127) << 23).view(torch.float32)  # 2 ** exponent, bit by bit
-    codes = (scale / unit[:, None]).round().clamp(max=(1 << SCALE_BITS) - 1)
-    return codes.to(torch.int16), unit
 
 
 @cache

@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NIBBLE_BIAS = 8
+SCALE_BITS = 15
+# The exponent below which a row's unit would leave the normal float32 numbers.
+SMALLEST_EXPONENT = -111
 
 
 def code_range(bits: int) -> tuple[int, int]:
@@ -76,6 +79,33 @@ def absmax_scale(weight: Tensor, group_size: int, bits: int, scale_dtype: torch.
     """
     largest = weight.unflatten(-1, (-1, group_size)).abs().amax(-1)
     return (largest / code_range(bits)[1]).to(scale_dtype)
+
+
+def fixed_point_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales ``[N, G]`` as integers times a power of two that the row shares.
+
+    This is how linear layers read scales. A bfloat16 scale is represented exactly unless it is over
+    128 times smaller than the largest of its row; any scale is off by at most ``2 ** -15`` of that
+    largest one. Scales that went through :func:`round_scale` are exact.
+
+    Returns:
+        int16 ``[N, G]`` in [0, 32767] and float32 ``[N]``, NaN for a row with a scale that is not
+        finite.
+    """
+    scale = scale.float()
+    largest = scale.amax(-1)
+    exponent = torch.frexp(largest).exponent.clamp(min=SMALLEST_EXPONENT) - SCALE_BITS
+    unit = ((exponent + 127) << 23).view(torch.float32)  # 2 ** exponent, bit by bit
+    codes = (scale / unit[:, None]).round().clamp(max=(1 << SCALE_BITS) - 1)
+    return codes.to(torch.int16), torch.where(torch.isfinite(largest), unit, torch.nan)
+
+
+def round_scale(scale: Tensor, scale_dtype: torch.dtype) -> Tensor:
+    """Scales ``[N, G]`` as they are stored: in ``scale_dtype``, and exact in fixed point."""
+    stored = scale.to(scale_dtype)
+    codes, unit = fixed_point_scale(stored)
+    exact = (codes * unit[:, None]).to(scale_dtype)
+    return torch.where(torch.isfinite(stored).all(-1, keepdim=True), exact, stored)
 
 
 def divide_by_scale(weight: Tensor, scale: Tensor) -> Tensor:

@@ -6,8 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestq.reference.linear import fixed_point_scale, integer_matmul, nested_linear
-from nestq.reference.weights import absmax_scale, pack_base, pack_refinement, round_to_base
+from nestq.reference.linear import integer_matmul, nested_linear
+from nestq.reference.weights import (
+    absmax_scale,
+    fixed_point_scale,
+    pack_base,
+    pack_refinement,
+    round_scale,
+    round_to_base,
+)
 
 
 def planes(rows: int, columns: int, group_size: int, overlap: int = 8) -> tuple[torch.Tensor, ...]:
@@ -39,6 +46,24 @@ def test_no_scale_is_off_by_more_than_the_last_bit_of_the_largest(exponent: int,
     error = (codes.double() * unit.double()[:, None] - scale.double()).abs()
     # The unit of a tiny row is the smallest normal number, not a fraction of the row.
     assert (error <= (largest * 2.0**-15).clamp(min=2.0**-126)).all()
+
+
+@given(st.integers(0, 1000), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+def test_a_rounded_scale_is_exact_in_fixed_point(seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scale = 2.0 ** (torch.rand(4, 6, generator=generator) * 24 - 20)
+    stored = round_scale(scale, dtype)
+    codes, unit = fixed_point_scale(stored)
+    assert stored.dtype == dtype
+    assert torch.equal(codes * unit[:, None], stored.float())
+    assert torch.equal(round_scale(stored, dtype), stored)
+
+
+def test_a_scale_that_is_not_finite_shows_in_its_row_alone() -> None:
+    base, refinement, scale = planes(3, 128, 64)
+    scale[0, 1], scale[1, 0] = torch.nan, torch.inf
+    out = nested_linear(torch.ones(1, 128), base, refinement, scale, None, 64, 8)
+    assert torch.isnan(out[0]).tolist() == [True, True, False]
 
 
 def test_rows_of_zero_scales_give_zeros() -> None:

@@ -1,0 +1,56 @@
+"""The order in which GPU kernels read planes: tiles that a warp loads straight into tensor cores.
+
+A tile holds 16 weight rows and a block of 64 columns in 512 bytes. The matrix instruction m16n8k32
+wants from each lane of a warp the codes of two rows, and here every lane finds all of its codes in
+16 neighbouring bytes, so that a plane is read in order, 16 bytes a lane, and no value changes lanes.
+With ``lane = 4 * g + t``, byte ``16 * lane + 8 * half + 4 * slot + j`` holds in its low nibble the
+code of row ``g + 8 * half`` and column ``8 * t + 4 * slot + j`` and in its high nibble that of the
+same row, 32 columns on.
+
+Activations come in tiles of 8 tokens and 64 columns in the same order: byte ``16 * lane + 8 * chunk
++ 4 * slot + j`` holds token g, column ``32 * chunk + 8 * t + 4 * slot + j``.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nestq.reference.weights import _pack, _unpack
+
+TILE_ROWS = 16
+TILE_TOKENS = 8
+BLOCK = 64
+TILE_BYTES = 512
+
+
+def pad_to(x: Tensor, multiple: int, dim: int) -> Tensor:
+    """Pad a dimension with zeros to a multiple."""
+    padding = [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, -x.shape[dim] % multiple]
+    return F.pad(x, padding)
+
+
+def tile_plane(plane: Tensor, group_size: int) -> Tensor:
+    """Canonical plane uint8 ``[N, Kp / 2]`` to tiles uint8 ``[ceil(N / 16), ceil(Kp / 64), 512]``."""
+    nibbles = pad_to(pad_to(_unpack(plane, group_size), BLOCK, 1), TILE_ROWS, 0)
+    packed = _pack(nibbles, BLOCK)
+    tiles = packed.view(packed.shape[0] // TILE_ROWS, 2, 8, packed.shape[1] // 32, 4, 2, 4)
+    return tiles.permute(0, 3, 2, 4, 1, 5, 6).reshape(*tiles.shape[:1], -1, TILE_BYTES)
+
+
+def untile_plane(tiles: Tensor, rows: int, group_size: int, groups: int) -> Tensor:
+    """Inverse of :func:`tile_plane`: canonical plane uint8 ``[rows, groups * group_size / 2]``."""
+    parts = tiles.view(*tiles.shape[:2], 8, 4, 2, 2, 4).permute(0, 4, 2, 1, 3, 5, 6)
+    nibbles = _unpack(parts.reshape(tiles.shape[0] * TILE_ROWS, -1), BLOCK)
+    return _pack(nibbles[:rows, : groups * group_size], group_size)
+
+
+def tile_scale(codes: Tensor) -> Tensor:
+    """Scale codes int16 ``[N, G]`` to ``[ceil(N / 16), G, 16]``."""
+    return pad_to(codes, TILE_ROWS, 0).unflatten(0, (-1, TILE_ROWS)).mT.contiguous()
+
+
+def tile_activation(codes: Tensor) -> Tensor:
+    """Activation codes int8 ``[M, K]`` to tiles int8 ``[ceil(M / 8), ceil(K / 64), 512]``."""
+    padded = pad_to(pad_to(codes, BLOCK, 1), TILE_TOKENS, 0)
+    tiles = padded.view(padded.shape[0] // 8, 8, padded.shape[1] // BLOCK, 2, 4, 2, 4)
+    return tiles.permute(0, 2, 1, 4, 3, 5, 6).reshape(*tiles.shape[:1], -1, TILE_BYTES)
