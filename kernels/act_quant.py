@@ -86,7 +86,7 @@ def act_quant_kernel(
 
 def act_quant(
     x: Tensor,
-    sum_width: int = BLOCK,
+    group_size: int = BLOCK,
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
@@ -96,19 +96,23 @@ def act_quant(
 
     Args:
         x: ``[M, K]``, columns contiguous.
-        sum_width: columns summed together, 64 or 32.
+        group_size: of the weight that will be applied: 32, 64 or 128.
         residual: ``[M, K]`` to add first, or None.
         norm_weight: ``[K]`` of an RMSNorm, or None.
         eps: of the norm.
         gate: ``[M, K]``, or None; not together with residual.
 
     Returns:
-        codes int8 ``[ceil(M / 8), ceil(K / 64), 512]``; sums int32 ``[ceil(M / 8), parts, 8]``;
+        codes int8 ``[ceil(M / 8), blocks, 512]``, blocks of 64 columns in whole groups; sums int32
+        ``[ceil(M / 8), parts, 8]`` of the codes of each block, or half a block for groups of 32;
         scale float32 ``[ceil(M / 8) * 8]``; and ``x + residual``, which is x itself where there is
         none. Entries of tokens beyond M are not written.
     """
     tokens, size = x.shape
-    tiles, blocks = triton.cdiv(tokens, TILE_TOKENS), triton.cdiv(size, BLOCK)
+    tiles = triton.cdiv(tokens, TILE_TOKENS)
+    step_blocks = max(group_size // BLOCK, 1)
+    blocks = triton.cdiv(size, step_blocks * BLOCK) * step_blocks
+    sum_width = min(group_size, BLOCK)
     device = x.device
     codes = torch.empty(tiles, blocks, TILE_BYTES, dtype=torch.int8, device=device)
     parts = blocks * (BLOCK // sum_width)

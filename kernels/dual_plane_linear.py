@@ -1,9 +1,11 @@
 """Linear layer on nested planes for few tokens: exact INT8 arithmetic at the speed of the memory.
 
 Planes, scales and activations lie in tiles (``nestq.tile_layout``), so that each warp loads its
-operands of the matrix instruction directly into registers: no shared memory and no barrier in the
-loop. A program computes 16 or 32 weight rows; its warps take turns along K. Sums are exact 64-bit
-integers, so neither the number of warps and tokens nor any other choice here changes a bit.
+operands of the matrix instruction directly into registers: no shared memory and no barrier between
+a tile's first and last block. A program computes tiles of 16 weight rows one after the other; its
+warps share the blocks of 64 columns, and each issues all loads of a step before it uses the first.
+Sums are exact 64-bit integers, so that neither this division of labour nor the number of tokens
+changes a bit.
 """
 
 import torch
@@ -12,142 +14,190 @@ import triton.language as tl
 from torch import Tensor
 
 from nestq.kernels.planes import HIGH_BASE, LOW_BASE, base_codes, compose_asm, composed_codes
-from nestq.tile_layout import BLOCK
 
 
 @triton.jit
-def _load_scale(scale_codes, start, group, groups, row_limit, EVEN: tl.constexpr):
-    """Scale codes of a group for each warp, int64 ``[WARPS, ROWS, 1]``."""
-    at = scale_codes + start[None, :] + group[:, None] * 16
-    if EVEN:
-        codes = tl.load(at)
-    else:
-        inside = (group < groups)[:, None] & (start < row_limit * groups * 16)[None, :]
-        codes = tl.load(at, mask=inside, other=0)
-    return codes.to(tl.int64)[:, :, None]
+def _load_planes(
+    base,
+    refinement,
+    scale_codes,
+    step,
+    chunks,
+    blocks,
+    groups,
+    GROUP_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    WARPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """What a step reads: tuples of base and refinement tiles and of scale codes ``[WARPS, 16]``."""
+    warp = tl.arange(0, WARPS)[:, None]
+    tile = step // chunks
+    first = (step % chunks * WARPS + warp) * UNROLL
+    byte = tl.arange(0, 512)[None, :]
+    row = tl.arange(0, 16)[None, :]
+    bases = ()
+    refinements = ()
+    for i in tl.static_range(UNROLL):
+        at = (tile * blocks + first + i) * 512 + byte
+        inside = first + i < blocks
+        bases = bases + (tl.load(base + at, mask=inside, other=0),)
+        if OVERLAP:
+            refinements = refinements + (tl.load(refinement + at, mask=inside, other=0),)
+    scales = ()
+    for i in tl.static_range(UNROLL * 64 // GROUP_SIZE):
+        group = first * 64 // GROUP_SIZE + i
+        at = (tile * groups + group) * 16 + row
+        inside = group < groups
+        scales = scales + (tl.load(scale_codes + at, mask=inside, other=0),)
+    return bases, refinements, scales
 
 
 @triton.jit
-def _load_repaid(x_sums, start, at, inside, OVERLAP: tl.constexpr, EVEN: tl.constexpr):
-    """What the offset of composed codes adds to a dot product, taken back: ``[WARPS, 1, TOKENS]``."""
-    where = x_sums + start[None, :] + at[:, None]
-    sums = tl.load(where) if EVEN else tl.load(where, mask=inside[:, None], other=0)
-    return (sums * (120 - 8 * OVERLAP))[:, None, :]
+def _load_activations(
+    x_codes,
+    x_sums,
+    token_tiles,
+    chunk,
+    blocks,
+    GROUP_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    TOKEN_TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Tuples of the activations of a chunk and, with an overlap, of what their sums repay."""
+    parts: tl.constexpr = 2 if GROUP_SIZE == 32 else 1
+    warp = tl.arange(0, WARPS)[:, None, None]
+    tile = tl.arange(0, TOKEN_TILES)[None, :, None]
+    byte = tl.arange(0, 512)[None, None, :]
+    token = tl.arange(0, TOKEN_TILES * 8)[None, None, :]
+    first = (chunk * WARPS + warp) * UNROLL
+    activations = ()
+    repaid = ()
+    for i in tl.static_range(UNROLL):
+        inside = (first + i < blocks) & (tile < token_tiles)
+        at = (tile * blocks + first + i) * 512 + byte
+        activations = activations + (tl.load(x_codes + at, mask=inside, other=0),)
+        if OVERLAP:
+            for part in tl.static_range(parts):
+                place = (token // 8 * blocks + first + i) * parts + part
+                inside = (first + i < blocks) & (token // 8 < token_tiles)
+                sums = tl.load(x_sums + place * 8 + token % 8, mask=inside, other=0)
+                repaid = repaid + (sums * (120 - 8 * OVERLAP),)
+    return activations, repaid
+
+
+@triton.jit
+def _weight_codes(
+    base,
+    refinement,
+    HIGH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    WARPS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Left operand ``[WARPS, 16, 32]``: rows by half and g; columns by slot, t and byte."""
+    b = base.reshape(WARPS, 8, 4, 2, 2, 4).permute(0, 3, 1, 4, 2, 5).reshape(WARPS, 16, 32)
+    if OVERLAP:
+        r = refinement.reshape(WARPS, 8, 4, 2, 2, 4)
+        r = r.permute(0, 3, 1, 4, 2, 5).reshape(WARPS, 16, 32)
+        return composed_codes(b, r, OVERLAP, HIGH, ASM)
+    return base_codes(b, HIGH, ASM)
+
+
+@triton.jit
+def _activation_codes(x, TOKENS: tl.constexpr, WARPS: tl.constexpr):
+    """Right operands ``[WARPS, 32, TOKENS]`` of the low and of the high nibbles."""
+    x = x.reshape(WARPS, TOKENS, 4, 2, 2, 4).permute(0, 1, 4, 2, 5, 3)
+    low, high = tl.split(x)
+    low = low.reshape(WARPS, TOKENS, 32).permute(0, 2, 1)
+    return low, high.reshape(WARPS, TOKENS, 32).permute(0, 2, 1)
 
 
 @triton.jit
 def dual_plane_linear_kernel(
     x_codes,  # int8 [T, blocks, 512]
-    x_sums,  # int32 [T, blocks * SUMS, 8]
+    x_sums,  # int32 [T, blocks * 64 / min(group size, 64), 8]
     x_scale,  # float32 [T * 8]
-    base,  # int8 [N / 16, blocks, 512]
+    base,  # int8 [tiles, blocks, 512]
     refinement,  # the same, or unused
-    scale_codes,  # int16 [N / 16, groups, 16]
+    scale_codes,  # int16 [tiles, groups, 16]
     unit,  # float32 [N]
     bias,  # [N], or unused
     out,  # [M, N]
     tokens,
+    token_tiles,
     rows,
     blocks,
     groups,
+    chunks,
+    tiles,
+    tiles_a_program,
     GROUP_SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,  # 0 reads the base only
     HAS_BIAS: tl.constexpr,
     TOKEN_TILES: tl.constexpr,
-    ROW_TILES: tl.constexpr,
     WARPS: tl.constexpr,
     UNROLL: tl.constexpr,
-    EVEN: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
 ):
-    step_blocks: tl.constexpr = 2 if GROUP_SIZE == 128 else 1
-    sums_in_block: tl.constexpr = 2 if GROUP_SIZE == 32 else 1
-    tile_row = tl.program_id(0) * ROW_TILES + tl.arange(0, ROW_TILES)
-    warp = tl.arange(0, WARPS)
-    byte = tl.arange(0, 512)
-    row = tl.arange(0, ROW_TILES * 16)
-    token = tl.arange(0, TOKEN_TILES * 8)
-    token_tile = tl.arange(0, TOKEN_TILES)
-    base_start = (tile_row * blocks)[None, :, None] * 512 + byte[None, None, :]
-    x_start = (token_tile * blocks)[None, :, None] * 512 + byte[None, None, :]
-    scale_start = (tl.program_id(0) * ROW_TILES + row // 16) * groups * 16 + row % 16
-    sums_start = token // 8 * (blocks * sums_in_block * 8) + token % 8
-    row_limit = tl.cdiv(rows, 16)
-
-    acc = tl.zeros((WARPS, ROW_TILES * 16, TOKEN_TILES * 8), tl.int64)
-    for start in range(0, blocks, WARPS * UNROLL * step_blocks):
-        bases = ()
-        refinements = ()
-        activations = ()
-        # All loads of the unrolled steps come before the first use: the more bytes are on their
-        # way, the less of the memory's latency shows.
-        for i in tl.static_range(UNROLL * step_blocks):
-            step = i // step_blocks
-            block = start + (step * WARPS + warp) * step_blocks + i % step_blocks
-            plane_at = base_start + block[:, None, None] * 512
-            x_at = x_start + block[:, None, None] * 512
-            if EVEN:
-                bases = bases + (tl.load(base + plane_at),)
-                if OVERLAP:
-                    refinements = refinements + (tl.load(refinement + plane_at),)
-                activations = activations + (tl.load(x_codes + x_at),)
-            else:
-                inside = (block < blocks)[:, None, None]
-                here = inside & (tile_row < row_limit)[None, :, None]
-                bases = bases + (tl.load(base + plane_at, mask=here, other=0),)
-                if OVERLAP:
-                    refinements = refinements + (
-                        tl.load(refinement + plane_at, mask=here, other=0),
-                    )
-                activations = activations + (tl.load(x_codes + x_at, mask=inside, other=0),)
-        for step in tl.static_range(UNROLL):
-            first = start + (step * WARPS + warp) * step_blocks
-            dot = tl.zeros((WARPS, ROW_TILES * 16, TOKEN_TILES * 8), tl.int32)
-            for j in tl.static_range(step_blocks):
-                block = first + j
-                # rows: tile, half, g; columns: slot, t, byte.
-                b = bases[step * step_blocks + j].reshape(WARPS, ROW_TILES, 8, 4, 2, 2, 4)
-                b = b.permute(0, 1, 4, 2, 5, 3, 6).reshape(WARPS, ROW_TILES * 16, 32)
-                x = activations[step * step_blocks + j].reshape(WARPS, TOKEN_TILES * 8, 4, 2, 2, 4)
-                x_low, x_high = tl.split(x.permute(0, 1, 4, 2, 5, 3))
-                x_low = x_low.reshape(WARPS, TOKEN_TILES * 8, 32).permute(0, 2, 1)
-                x_high = x_high.reshape(WARPS, TOKEN_TILES * 8, 32).permute(0, 2, 1)
-                if OVERLAP:
-                    r = refinements[step * step_blocks + j].reshape(WARPS, ROW_TILES, 8, 4, 2, 2, 4)
-                    r = r.permute(0, 1, 4, 2, 5, 3, 6).reshape(WARPS, ROW_TILES * 16, 32)
-                    low = composed_codes(b, r, OVERLAP, False, LOW)
-                    high = composed_codes(b, r, OVERLAP, True, HIGH)
-                    at = block * (sums_in_block * 8)
-                    dot += _load_repaid(x_sums, sums_start, at, block < blocks, OVERLAP, EVEN)
-                else:
-                    low = base_codes(b, False, LOW)
-                    high = base_codes(b, True, HIGH)
-                dot = tl.dot(low, x_low, acc=dot, out_dtype=tl.int32)
-                if GROUP_SIZE == 32:
-                    acc += dot.to(tl.int64) * _load_scale(
-                        scale_codes, scale_start, block * 2, groups, row_limit, EVEN
-                    )
-                    dot = tl.zeros((WARPS, ROW_TILES * 16, TOKEN_TILES * 8), tl.int32)
-                    if OVERLAP:
-                        at = block * 16 + 8
-                        dot += _load_repaid(x_sums, sums_start, at, block < blocks, OVERLAP, EVEN)
-                dot = tl.dot(high, x_high, acc=dot, out_dtype=tl.int32)
-            group = first * 2 + 1 if GROUP_SIZE == 32 else first // step_blocks
-            acc += dot.to(tl.int64) * _load_scale(
-                scale_codes, scale_start, group, groups, row_limit, EVEN
-            )
-
-    total = tl.sum(acc, axis=0).to(tl.float32)
-    n = tl.program_id(0) * ROW_TILES * 16 + row
+    TOKENS: tl.constexpr = TOKEN_TILES * 8
     # The base alone is read as 16 * q.
     divisor: tl.constexpr = OVERLAP if OVERLAP else 16
-    factor = tl.div_rn(tl.load(x_scale + token), tl.full((1,), divisor, tl.float32))
-    value = total * (factor[None, :] * tl.load(unit + n, mask=n < rows, other=0)[:, None])
-    if HAS_BIAS:
-        value += tl.load(bias + n, mask=n < rows, other=0).to(tl.float32)[:, None]
-    inside = (n < rows)[:, None] & (token < tokens)[None, :]
-    tl.store(out + token[None, :] * rows + n[:, None], value, mask=inside)
+    token = tl.arange(0, TOKENS)
+    x_step = tl.load(x_scale + token, mask=token < tokens, other=0)
+    factor = tl.div_rn(x_step, tl.full((1,), divisor, tl.float32))
+    tile = tl.program_id(0) * tiles_a_program
+    start = tile * chunks
+    last = tl.minimum(tile + tiles_a_program, tiles) * chunks
+
+    acc = tl.zeros((WARPS, 16, TOKENS), tl.int64)
+    for step in range(start, last):
+        bases, refinements, scales = _load_planes(
+            base, refinement, scale_codes, step, chunks, blocks, groups,
+            GROUP_SIZE, OVERLAP, WARPS, UNROLL,
+        )  # fmt: skip
+        chunk = step % chunks
+        activations, repaid = _load_activations(
+            x_codes, x_sums, token_tiles, chunk, blocks,
+            GROUP_SIZE, OVERLAP, TOKEN_TILES, WARPS, UNROLL,
+        )  # fmt: skip
+        n = step // chunks * 16 + tl.arange(0, 16)
+        row_factor = tl.load(unit + n, mask=n < rows, other=0)
+        if HAS_BIAS:
+            row_bias = tl.load(bias + n, mask=n < rows, other=0).to(tl.float32)
+        dot = tl.zeros((WARPS, 16, TOKENS), tl.int32)
+        for i in tl.static_range(UNROLL):
+            x_low, x_high = _activation_codes(activations[i], TOKENS, WARPS)
+            refined = refinements[i] if OVERLAP else bases[i]
+            low = _weight_codes(bases[i], refined, False, OVERLAP, WARPS, LOW)
+            high = _weight_codes(bases[i], refined, True, OVERLAP, WARPS, HIGH)
+            if GROUP_SIZE == 32:
+                if OVERLAP:
+                    dot += repaid[2 * i]
+                dot = tl.dot(low, x_low, acc=dot, out_dtype=tl.int32)
+                acc += dot.to(tl.int64) * scales[2 * i].to(tl.int64)[:, :, None]
+                dot = tl.zeros((WARPS, 16, TOKENS), tl.int32)
+                if OVERLAP:
+                    dot += repaid[2 * i + 1]
+            else:
+                if OVERLAP:
+                    dot += repaid[i]
+                dot = tl.dot(low, x_low, acc=dot, out_dtype=tl.int32)
+            dot = tl.dot(high, x_high, acc=dot, out_dtype=tl.int32)
+            if GROUP_SIZE <= 64 or i % 2 == 1:
+                scale = scales[(i + 1) * 64 // GROUP_SIZE - 1]
+                acc += dot.to(tl.int64) * scale.to(tl.int64)[:, :, None]
+                dot = tl.zeros((WARPS, 16, TOKENS), tl.int32)
+        if chunk == chunks - 1:
+            value = tl.sum(acc, axis=0).to(tl.float32) * (factor[None, :] * row_factor[:, None])
+            if HAS_BIAS:
+                value += row_bias[:, None]
+            inside = (n < rows)[:, None] & (token < tokens)[None, :]
+            tl.store(out + token[None, :] * rows + n[:, None], value, mask=inside)
+            acc = tl.zeros((WARPS, 16, TOKENS), tl.int64)
 
 
 def dual_plane_linear(
@@ -183,23 +233,18 @@ def dual_plane_linear(
         group_size: codes that share a scale.
         overlap: base steps are divided in this many target steps.
         dtype: of the result.
-        config: warps, row tiles of a program, steps of which all loads are issued at once.
+        config: warps of a program, blocks that a warp loads at once, tiles of a program.
 
     Returns:
         ``[M, N]`` of ``dtype``.
     """
-    warps, row_tiles, unroll = config
+    warps, unroll, tiles_a_program = config
     token_tiles, blocks, _ = x_codes.shape
-    step_blocks = 2 if group_size == 128 else 1
-    even = (
-        blocks % (warps * unroll * step_blocks) == 0
-        and base.shape[0] % row_tiles == 0
-        and scale_codes.shape[1] * group_size == blocks * BLOCK
-    )
+    tiles = base.shape[0]
     used_overlap = 0 if refinement is None else overlap
     low, high = _assembly(used_overlap)
     out = torch.empty(tokens, rows, dtype=dtype, device=x_codes.device)
-    dual_plane_linear_kernel[(triton.cdiv(base.shape[0], row_tiles),)](
+    dual_plane_linear_kernel[(triton.cdiv(tiles, tiles_a_program),)](
         x_codes,
         x_sums,
         x_scale,
@@ -210,17 +255,19 @@ def dual_plane_linear(
         unit if bias is None else bias,
         out,
         tokens,
+        token_tiles,
         rows,
         blocks,
         scale_codes.shape[1],
+        triton.cdiv(blocks, warps * unroll),
+        tiles,
+        tiles_a_program,
         GROUP_SIZE=group_size,
         OVERLAP=used_overlap,
         HAS_BIAS=bias is not None,
-        TOKEN_TILES=token_tiles,
-        ROW_TILES=row_tiles,
+        TOKEN_TILES=triton.next_power_of_2(token_tiles),
         WARPS=warps,
         UNROLL=unroll,
-        EVEN=even,
         LOW=low,
         HIGH=high,
         num_warps=warps,

@@ -2,7 +2,7 @@
 
 A tile holds 16 weight rows and a block of 64 columns in 512 bytes. The matrix instruction m16n8k32
 wants from each lane of a warp the codes of two rows, and here every lane finds all of its codes in
-16 neighbouring bytes, so that a plane is read in order, 16 bytes a lane, and no value changes lanes.
+16 neighbouring bytes: a plane is read in order, 16 bytes a lane, and no value changes lanes.
 With ``lane = 4 * g + t``, byte ``16 * lane + 8 * half + 4 * slot + j`` holds in its low nibble the
 code of row ``g + 8 * half`` and column ``8 * t + 4 * slot + j`` and in its high nibble that of the
 same row, 32 columns on.
@@ -11,7 +11,6 @@ Activations come in tiles of 8 tokens and 64 columns in the same order: byte ``1
 + 4 * slot + j`` holds token g, column ``32 * chunk + 8 * t + 4 * slot + j``.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,7 +29,7 @@ def pad_to(x: Tensor, multiple: int, dim: int) -> Tensor:
 
 
 def tile_plane(plane: Tensor, group_size: int) -> Tensor:
-    """Canonical plane uint8 ``[N, Kp / 2]`` to tiles uint8 ``[ceil(N / 16), ceil(Kp / 64), 512]``."""
+    """Canonical plane uint8 ``[N, Kp / 2]`` to uint8 ``[ceil(N / 16), ceil(Kp / 64), 512]``."""
     nibbles = pad_to(pad_to(_unpack(plane, group_size), BLOCK, 1), TILE_ROWS, 0)
     packed = _pack(nibbles, BLOCK)
     tiles = packed.view(packed.shape[0] // TILE_ROWS, 2, 8, packed.shape[1] // 32, 4, 2, 4)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nestq.reference.linear import fixed_point_scale, nested_linear
-from nestq.reference.weights import pack_base, pack_refinement
+from nestq.reference.linear import nested_linear
+from nestq.reference.weights import fixed_point_scale, pack_base, pack_refinement
 from nestq.tile_layout import tile_plane, tile_scale
 
 

@@ -17,7 +17,7 @@ def run(
     planes: Planes, x: Tensor, bias: Tensor | None, view: str, config: Config = (4, 1, 2)
 ) -> Tensor:
     base, refinement, scale_codes, unit = planes.tiles(device())
-    codes, sums, scale, _ = act_quant(x.to(device()), min(planes.group_size, 64))
+    codes, sums, scale, _ = act_quant(x.to(device()), planes.group_size)
     return dual_plane_linear(
         codes,
         sums,
@@ -44,7 +44,7 @@ def run(
         (5, 48, 256, 64, 8, (4, 1, 1)),
         (1, 17, 576, 64, 8, (4, 2, 2)),
         (2, 576, 576, 64, 8, (8, 1, 1)),
-        (13, 33, 300, 128, 16, (2, 1, 1)),
+        (13, 33, 300, 128, 16, (2, 2, 2)),
         (3, 16, 100, 32, 12, (2, 1, 2)),
         (8, 40, 1000, 32, 1, (4, 1, 1)),
         (64, 20, 640, 64, 8, (1, 2, 1)),
