@@ -6,6 +6,7 @@ device, so that a model larger than the device's memory can be calibrated.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ def calibration_windows(
 
     Args:
         calibration: texts or chats, 1-D or 2-D int64 token tensors, lists of token ids, or a
-            ``datasets`` dataset with a column ``text``, ``messages`` or ``input_ids``.
+            ``datasets`` dataset with a column ``text``, ``messages`` or ``input_ids``; a column
+            ``attention_mask`` beside the last says which ids are pads, and those are left out.
         tokenizer: for texts and chats.
         vocab_size: ids must be below it.
         length: tokens a row, at most; less if the calibration is shorter.
@@ -55,6 +57,7 @@ def calibration_windows(
         raise ValueError("calibration is empty; pass None to round to nearest without it")
     if _is_token_ids(items[0]):
         sequences = [_token_ids(item, index) for index, item in enumerate(items)]
+        sequences = _without_pads(sequences, calibration)
     elif not isinstance(items[0], (str, list, tuple)) or items[0] in ([], ()):
         raise TypeError(
             "calibration must hold texts, chats, or lists or tensors of token ids, "
@@ -89,7 +92,7 @@ def _dataset_column(calibration: Any) -> Any:
 
 def _is_token_ids(item: Any) -> bool:
     return isinstance(item, Tensor) or (
-        isinstance(item, (list, tuple)) and len(item) > 0 and isinstance(item[0], int)
+        isinstance(item, (list, tuple)) and len(item) > 0 and isinstance(item[0], Integral)
     )
 
 
@@ -103,6 +106,36 @@ def _token_ids(item: Any, index: int) -> list[int]:
             f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
         )
     return tensor.flatten().tolist()
+
+
+def _without_pads(sequences: list[list[int]], calibration: Any) -> list[list[int]]:
+    """What the dataset's attention masks keep, if it has any."""
+    if "attention_mask" not in (getattr(calibration, "column_names", None) or ()):
+        return sequences
+    kept = []
+    for index, (ids, mask) in enumerate(zip(sequences, calibration["attention_mask"], strict=True)):
+        if len(mask) != len(ids):
+            raise ValueError(
+                f"calibration[{index}] must have an attention_mask as long as its input_ids, "
+                f"got {len(mask)} and {len(ids)}"
+            )
+        kept.append([token for token, keep in zip(ids, mask, strict=True) if keep])
+    kept = [ids for ids in kept if ids]
+    if not kept:
+        raise ValueError("calibration must have tokens, got an attention_mask that hides them all")
+    return kept
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Have all of a model in evaluation mode for a while: no dropout, no checkpointing."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @contextmanager

@@ -16,8 +16,9 @@ from nestq.reference import weights as reference
 
 # Columns whose errors are passed on one by one; later columns get theirs in one product.
 BLOCK = 128
-# Fractions of the largest magnitude of a group that the scale search tries.
-SCALE_FRACTIONS = tuple(round(0.60 + 0.04 * step, 2) for step in range(12))
+# Fractions of the largest magnitude of a group that the scale search tries. The whole comes first:
+# where no fraction is better, as in a group of inputs that were always zero, nothing is clipped.
+SCALE_FRACTIONS = (1.0, *(round(0.60 + 0.04 * step, 2) for step in range(10)), 1.04)
 # Weights that the search looks at together: so few stay in a CPU's cache.
 SEARCH_BLOCK = 1 << 18
 MAX_DAMPING = 1.0
@@ -106,7 +107,6 @@ def search_scale(
     group_size: int,
     scale_dtype: torch.dtype,
     input_square: Tensor | None = None,
-    bits: int = 4,
 ) -> Tensor:
     """Scale ``[N, G]`` with the least squared rounding error among ``SCALE_FRACTIONS``.
 
@@ -115,20 +115,17 @@ def search_scale(
         group_size: weights that share a scale.
         scale_dtype: storage of the scale; errors are those of the stored value.
         input_square: ``[Kp]``, weight of each input's error (the Hessian's diagonal), or None.
-        bits: of the codes.
     """
     importance = weight.new_ones(weight.shape[-1]) if input_square is None else input_square
     importance = importance.view(-1, group_size)
     groups = weight.unflatten(-1, (-1, group_size))
     rows = max(1, SEARCH_BLOCK // weight.shape[-1])
-    blocks = [_search_block(block, scale_dtype, importance, bits) for block in groups.split(rows)]
+    blocks = [_search_block(block, scale_dtype, importance) for block in groups.split(rows)]
     return reference.round_scale(torch.cat(blocks), scale_dtype)
 
 
-def _search_block(
-    groups: Tensor, scale_dtype: torch.dtype, importance: Tensor, bits: int
-) -> Tensor:
-    low, high = reference.code_range(bits)
+def _search_block(groups: Tensor, scale_dtype: torch.dtype, importance: Tensor) -> Tensor:
+    low, high = reference.code_range(4)
     largest = groups.abs().amax(-1) / high
     best = largest.to(scale_dtype)
     least = torch.full_like(largest, torch.inf)

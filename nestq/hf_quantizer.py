@@ -25,7 +25,8 @@ from nestq.checkpoint_format import (
     plane_tensors,
     read_headers,
 )
-from nestq.tensor import NestedQuantTensor, check_options
+from nestq.tensor import NestedQuantTensor
+from nestq.tensor_checks import check_options
 
 
 @register_quantization_config(METHOD)

@@ -12,6 +12,9 @@ from nestq.reference import weights as reference
 from nestq.report import LinearReport
 from nestq.tensor import NestedQuantTensor
 
+# Where codes wait: the compute device need only hold what is being nested.
+CODES_DEVICE = torch.device("cpu")
+
 
 @dataclass
 class NestedCodes:
@@ -27,6 +30,11 @@ class NestedCodes:
     scale: Tensor
     refinement: Tensor | None = None
 
+    def to(self, device: torch.device) -> "NestedCodes":
+        """The same codes on a device."""
+        refinement = None if self.refinement is None else self.refinement.to(device)
+        return NestedCodes(self.base.to(device), self.scale.to(device), refinement)
+
     def dense(self, group_size: int, overlap: int) -> Tensor:
         """Float32 weight ``[N, K]``: the target's if the refinement is known, else the draft's."""
         scale = reference.expand_scale(self.scale.float(), group_size)[:, : self.base.shape[1]]
@@ -41,7 +49,7 @@ class Nester:
 
     Attributes:
         recipe: how.
-        codes: what came out, by name of the linear.
+        codes: what came out, by name of the linear, on ``CODES_DEVICE``.
         reports: of the linears whose refinement is done.
     """
 
@@ -54,14 +62,25 @@ class Nester:
     ) -> list[Tensor]:
         """Make the bases of linears that read one input; they then compute as drafts."""
         factor = factorize(hessian, self.recipe.damping, names[0])
-        return [self._base(*pair, factor) for pair in zip(names, linears, strict=True)]
+        drafts = []
+        for name, linear in zip(names, linears, strict=True):
+            codes = self._base(name, linear, factor)
+            drafts.append(self._dense(codes))
+            self.codes[name] = codes.to(CODES_DEVICE)
+        return drafts
 
     def refinement(
         self, names: Sequence[str], linears: Sequence[nn.Linear], hessian: Tensor
     ) -> list[Tensor]:
         """Refine bases that are there already; the linears then compute as targets."""
         factor = factorize(hessian, self.recipe.damping, names[0])
-        return [self._refine(*pair, factor, hessian) for pair in zip(names, linears, strict=True)]
+        targets = []
+        for name, linear in zip(names, linears, strict=True):
+            codes = self.codes[name].to(hessian.device)
+            self._refine(name, linear, codes, factor, hessian)
+            targets.append(self._dense(codes))
+            self.codes[name] = codes.to(CODES_DEVICE)
+        return targets
 
     def base_and_refinement(
         self, names: Sequence[str], linears: Sequence[nn.Linear], hessian: Tensor
@@ -70,23 +89,30 @@ class Nester:
         factor = factorize(hessian, self.recipe.damping, names[0])
         drafts = []
         for name, linear in zip(names, linears, strict=True):
-            drafts.append(self._base(name, linear, factor))
-            self._refine(name, linear, factor, hessian)
+            codes = self._base(name, linear, factor)
+            drafts.append(self._dense(codes))
+            self._refine(name, linear, codes, factor, hessian)
+            self.codes[name] = codes.to(CODES_DEVICE)
         return drafts
 
-    def round_to_nearest(self, name: str, linear: nn.Linear) -> None:
-        """Nest a linear without calibration."""
-        weight = _float_weight(linear)
+    def round_to_nearest(
+        self, name: str, linear: nn.Linear, device: torch.device | None = None
+    ) -> None:
+        """Nest a linear without calibration, on a device (default: its own), in closed form."""
+        weight = _float_weight(linear, device)
         padded = reference.pad_to_groups(weight, self.recipe.group_size)
         scale = search_scale(padded, self.recipe.group_size, self.recipe.torch_scale_dtype)
         _check_scale(name, scale)
         base = reference.round_to_base(padded, scale, self.recipe.group_size)
         codes = NestedCodes(base[:, : weight.shape[1]], scale)
-        self.codes[name] = codes
         codes.refinement, saturation = self._closed_form(weight, codes)
         self._report(name, weight, codes, saturation, None, None)
+        self.codes[name] = codes.to(CODES_DEVICE)
 
-    def _base(self, name: str, linear: nn.Linear, factor: Factor) -> Tensor:
+    def _dense(self, codes: NestedCodes) -> Tensor:
+        return codes.dense(self.recipe.group_size, self.recipe.target_overlap)
+
+    def _base(self, name: str, linear: nn.Linear, factor: Factor) -> NestedCodes:
         weight = _float_weight(linear, factor.upper.device)
         group_size = self.recipe.group_size
         scale = search_scale(
@@ -96,13 +122,12 @@ class Nester:
             reference.pad_to_groups(factor.diagonal, group_size),
         )
         _check_scale(name, scale)
-        codes = NestedCodes(quantize_base(weight, factor, scale, group_size), scale)
-        self.codes[name] = codes
-        return codes.dense(group_size, self.recipe.target_overlap)
+        return NestedCodes(quantize_base(weight, factor, scale, group_size), scale)
 
-    def _refine(self, name: str, linear: nn.Linear, factor: Factor, hessian: Tensor) -> Tensor:
+    def _refine(
+        self, name: str, linear: nn.Linear, codes: NestedCodes, factor: Factor, hessian: Tensor
+    ) -> None:
         weight = _float_weight(linear, factor.upper.device)
-        codes = self.codes[name]
         if self.recipe.refinement == "closed_form":
             codes.refinement, saturation = self._closed_form(weight, codes)
         else:
@@ -115,7 +140,6 @@ class Nester:
                 self.recipe.target_overlap,
             )
         self._report(name, weight, codes, saturation, factor, hessian)
-        return codes.dense(self.recipe.group_size, self.recipe.target_overlap)
 
     def _closed_form(self, weight: Tensor, codes: NestedCodes) -> tuple[Tensor, float]:
         group_size = self.recipe.group_size
@@ -138,14 +162,13 @@ class Nester:
         factor: Factor | None,
         hessian: Tensor | None,
     ) -> None:
-        options = self.recipe.group_size, self.recipe.target_overlap
-        draft = NestedCodes(codes.base, codes.scale).dense(*options)
+        draft = self._dense(NestedCodes(codes.base, codes.scale))
         self.reports.append(
             LinearReport(
                 name=name,
                 shape=(weight.shape[0], weight.shape[1]),
                 draft_error=_relative_error(draft, weight, hessian),
-                target_error=_relative_error(codes.dense(*options), weight, hessian),
+                target_error=_relative_error(self._dense(codes), weight, hessian),
                 saturation=saturation,
                 damping=None if factor is None else factor.damping,
                 dead_columns=0 if factor is None else factor.dead_columns,

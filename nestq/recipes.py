@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import torch
 from torchao.core.config import AOBaseConfig
 
-from nestq.tensor import check_options
+from nestq.tensor_checks import check_options
 
 RefinementKind = Literal["compensated", "closed_form"]
 RotationChoice = Literal["orthogonal", "hadamard", "none"]

@@ -39,7 +39,8 @@ class QuantizationReport:
 
     Attributes:
         linears: one entry for each nested linear, in order of evaluation.
-        calibration_tokens: tokens that calibrated the model; 0 for round to nearest.
+        calibration_tokens: tokens that were given, in whole rows; 0 for round to nearest.
+        hessian_tokens: how many of them GPTQ's Hessians are made from.
         seconds: wall time by stage.
         notes: what a user should know, such as why R1 was left out.
         tuning_loss: KL divergence (nats a token) of the draft from the 16-bit model, a value
@@ -48,6 +49,7 @@ class QuantizationReport:
 
     linears: Sequence[LinearReport]
     calibration_tokens: int
+    hessian_tokens: int
     seconds: dict[str, float]
     notes: Sequence[str] = ()
     tuning_loss: Sequence[float] = field(default=(), repr=False)
@@ -92,8 +94,8 @@ class QuantizationReport:
         """Totals in one line."""
         seconds = ", ".join(f"{stage} {value:.1f} s" for stage, value in self.seconds.items())
         return (
-            f"{self.calibration_tokens} calibration tokens; {self.saturation:.2%} of refinement "
-            f"codes saturated; {seconds}"
+            f"{self.calibration_tokens} calibration tokens, {self.hessian_tokens} of them in "
+            f"Hessians; {self.saturation:.2%} of refinement codes saturated; {seconds}"
         )
 
     def print(self, console: Console | None = None) -> None:

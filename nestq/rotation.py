@@ -16,8 +16,7 @@ The norm weight has to leave its norm because dividing by the RMS commutes with 
 factor per channel does not. One R2 serves all heads of a layer, so query heads that share a value
 head need no care.
 
-`rotate_` rotates a whole model; `rotate_embedding_`, `rotate_layer_` and `rotate_head_` one part
-each, for callers that work layer by layer. Arithmetic is in float64 and each weight is cast once.
+Arithmetic is in float64 and each weight is cast once.
 """
 
 from dataclasses import dataclass
@@ -106,23 +105,32 @@ class Rotation:
             values = tuple(draw(architecture.head_dim, generator) for _ in architecture.layers)
         return cls(r1=residual, r2=values)
 
-    def to(self, device: torch.device | str) -> "Rotation":
-        """The same rotations on another device, to save a transfer for every layer."""
-        return Rotation(
-            r1=None if self.r1 is None else self.r1.to(device),
-            r2=None if self.r2 is None else tuple(matrix.to(device) for matrix in self.r2),
-        )
 
+def rotate_(model: nn.Module, rotation: Rotation) -> None:
+    """Rotate a whole model in place; it computes the same function as before.
 
-def check_rotation(architecture: Architecture, rotation: Rotation) -> None:
-    """Check everything that rotating the whole model asks for; changes nothing.
+    With an `r1`, embedding and head are untied first, because the head takes up the weight of the
+    final norm and the embedding does not. What is refused is left unchanged.
 
     Raises:
-        UnsupportedArchitectureError: the residual stream of this model cannot be rotated.
+        UnsupportedArchitectureError: see `describe`, or the residual stream of this model cannot
+            be rotated.
         TypeError: a weight is no plain parameter in one of `ROTATABLE_DTYPES`.
         ValueError: a rotation has the wrong size; a weight is on the meta device, is not finite,
             or is shared (embedding and head may share one).
     """
+    architecture = describe(model)
+    _check(architecture, rotation)
+    if rotation.r1 is not None:
+        untie_(model)
+        _rotate_embedding_(architecture, rotation.r1)
+        _rotate_head_(architecture, rotation.r1)
+    for index in range(len(architecture.layers)):
+        _rotate_layer_(architecture, index, rotation)
+
+
+def _check(architecture: Architecture, rotation: Rotation) -> None:
+    """Everything that `rotate_` asks for."""
     _check_fits(architecture, rotation)
     parameters = _parameters(EMBEDDING, architecture.embedding)
     for index in range(len(architecture.layers)):
@@ -140,61 +148,14 @@ def check_rotation(architecture: Architecture, rotation: Rotation) -> None:
             raise ValueError(f"model: {owner} and {name} share memory and would rotate twice")
 
 
-def rotate_(model: nn.Module, rotation: Rotation) -> None:
-    """Rotate a whole model in place; it computes the same function as before.
-
-    With an `r1`, embedding and head are untied first, because the head takes up the weight of the
-    final norm and the embedding does not.
-
-    Raises:
-        UnsupportedArchitectureError, TypeError, ValueError: see `describe` and `check_rotation`.
-            The model is unchanged then.
-    """
-    architecture = describe(model)
-    check_rotation(architecture, rotation)
-    if rotation.r1 is not None:
-        untie_(model)
-    rotate_embedding_(architecture, rotation)
-    for index in range(len(architecture.layers)):
-        rotate_layer_(architecture, index, rotation)
-    rotate_head_(architecture, rotation)
-
-
 @torch.no_grad()
-def rotate_embedding_(architecture: Architecture, rotation: Rotation) -> None:
-    """Rotate the embedding in place: the first decoder layer then reads rotated channels.
-
-    Raises:
-        UnsupportedArchitectureError, TypeError, ValueError: as `check_rotation`, for this part, or
-            the head shares the embedding's weight. Nothing is changed then.
-    """
-    _check_fits(architecture, rotation)
-    if rotation.r1 is None:
-        return
-    _check_untied(architecture)
-    _check_parameters(_parameters(EMBEDDING, architecture.embedding))
+def _rotate_embedding_(architecture: Architecture, r1: Tensor) -> None:
     for rows in torch.split(architecture.embedding.weight, ROWS_AT_A_TIME):
-        rows.copy_(_rotated(rows, read=rotation.r1))
+        rows.copy_(_rotated(rows, read=r1))
 
 
 @torch.no_grad()
-def rotate_layer_(architecture: Architecture, index: int, rotation: Rotation) -> None:
-    """Rotate one decoder layer in place: it then reads and writes rotated channels.
-
-    Args:
-        architecture: the model's parts.
-        index: which layer, from 0.
-        rotation: see `Rotation`; matrices are moved to the device of the layer's weights.
-
-    Raises:
-        UnsupportedArchitectureError, TypeError, ValueError: as `check_rotation`, for this part, or
-            there is no such layer. Nothing is changed then.
-    """
-    _check_fits(architecture, rotation)
-    if not 0 <= index < len(architecture.layers):
-        raise ValueError(f"index: expected 0 to {len(architecture.layers) - 1}, got {index}")
-    _check_parameters(_layer_parameters(architecture, index))
-
+def _rotate_layer_(architecture: Architecture, index: int, rotation: Rotation) -> None:
     family = architecture.family
     r1 = rotation.r1
     r2 = None if rotation.r2 is None else rotation.r2[index]
@@ -221,22 +182,10 @@ def rotate_layer_(architecture: Architecture, index: int, rotation: Rotation) ->
 
 
 @torch.no_grad()
-def rotate_head_(architecture: Architecture, rotation: Rotation) -> None:
-    """Rotate the head in place: it then takes the rotated channels of the last decoder layer.
-
-    Raises:
-        UnsupportedArchitectureError, TypeError, ValueError: as `check_rotation`, for this part, or
-            the embedding shares the head's weight. Nothing is changed then.
-    """
-    _check_fits(architecture, rotation)
-    if rotation.r1 is None:
-        return
-    _check_untied(architecture)
-    _check_parameters(_parameters(FINAL_NORM, architecture.final_norm))
-    _check_parameters(_parameters(HEAD, architecture.head))
+def _rotate_head_(architecture: Architecture, r1: Tensor) -> None:
     norm = _weight(architecture.final_norm)
     for rows in torch.split(architecture.head.weight, ROWS_AT_A_TIME):
-        rows.copy_(_rotated(rows, scale=norm, read=rotation.r1))
+        rows.copy_(_rotated(rows, scale=norm, read=r1))
     norm.fill_(1.0)
 
 
@@ -377,11 +326,6 @@ def _check_width(name: str, matrix: Tensor, what: str, expected: int) -> None:
         raise ValueError(
             f"{name}: expected the {what} of the model, {expected}, got shape {tuple(matrix.shape)}"
         )
-
-
-def _check_untied(architecture: Architecture) -> None:
-    if architecture.tied:
-        raise ValueError("architecture: embedding and head share one weight; call untie_ first")
 
 
 def _check_parameters(parameters: dict[str, Tensor]) -> None:

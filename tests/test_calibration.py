@@ -1,9 +1,11 @@
 """Calibration: what is taken as input, what layers are shown, and what is left behind."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import small_models
 import torch
@@ -16,6 +18,7 @@ from nestq.architectures import HEAD, describe
 from nestq.calibration import (
     LayerInputs,
     calibration_windows,
+    evaluation_mode,
     fake_quantize,
     int8_inputs,
     moved,
@@ -26,6 +29,10 @@ from nestq.gptq import CalibrationError, Hessian
 
 CPU = torch.device("cpu")
 IDS = [[5, 6, 7], [8, 9, 10, 11]]
+PADDED = {
+    "input_ids": [[0, 5, 6, 7], [0, 0, 0, 0], [8, 9, 10, 11]],
+    "attention_mask": [[0, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]],
+}
 
 
 def letters() -> PreTrainedTokenizerFast:
@@ -47,9 +54,12 @@ def letters() -> PreTrainedTokenizerFast:
         [torch.tensor(row) for row in IDS],
         [torch.tensor(IDS[0], dtype=torch.int32), IDS[1]],
         [tuple(row) for row in IDS],
+        [[np.int64(token) for token in row] for row in IDS],
         torch.tensor([5, 6, 7, 8, 9, 10, 11]),
         datasets.Dataset.from_dict({"input_ids": IDS, "text": ["x", "y"]}),
         datasets.Dataset.from_dict({"input_ids": IDS}).with_format("torch"),
+        datasets.Dataset.from_dict(PADDED),
+        datasets.Dataset.from_dict(PADDED).with_format("torch"),
     ],
 )
 def test_token_ids(given: Any) -> None:
@@ -99,6 +109,18 @@ REFUSED: list[tuple[Any, bool, type[Exception], str]] = [
     ([""], True, ValueError, "no tokens"),
     (BatchEncoding({"input_ids": [[1]]}), True, TypeError, "BatchEncoding with keys"),
     (datasets.Dataset.from_dict({"prose": ["abc"]}), True, ValueError, r"columns \['prose'\]"),
+    (
+        datasets.Dataset.from_dict({"input_ids": [[1], [1, 2]], "attention_mask": [[1], [1]]}),
+        False,
+        ValueError,
+        r"calibration\[1\] must have an attention_mask .* got 1 and 2",
+    ),
+    (
+        datasets.Dataset.from_dict({"input_ids": [[1, 2]], "attention_mask": [[0, 0]]}),
+        False,
+        ValueError,
+        "attention_mask that hides them all",
+    ),
 ]
 
 
@@ -308,6 +330,18 @@ def test_moved_returns_to_where_it_was() -> None:
     assert moves == [torch.device("meta")]
     assert not context.__exit__(RuntimeError, RuntimeError("stop"), None)
     assert moves == [torch.device("meta"), CPU]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_evaluation_mode_is_left_as_it_was_entered(model: PreTrainedModel, fails: bool) -> None:
+    model.train()
+    model.model.layers[0].eval()
+    modes = [submodule.training for submodule in model.modules()]
+    with suppress(RuntimeError), evaluation_mode(model):
+        assert not any(submodule.training for submodule in model.modules())
+        if fails:
+            raise_stop()
+    assert [submodule.training for submodule in model.modules()] == modes
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -305,10 +305,10 @@ def test_not_positive_definite_with_the_most_damping() -> None:
 # Scales.
 
 
-def scale_errors(weight: Tensor, scale: Tensor, importance: Tensor, bits: int = 4) -> Tensor:
+def scale_errors(weight: Tensor, scale: Tensor, importance: Tensor) -> Tensor:
     groups = weight.unflatten(-1, (-1, GROUP))
     step = scale.float().unsqueeze(-1)
-    low, high = reference.code_range(bits)
+    low, high = reference.code_range(4)
     codes = reference.divide_by_scale(groups, step).round().clamp(low, high)
     return ((codes * step - groups).square() * importance.view(-1, GROUP)).sum(-1)
 
@@ -339,13 +339,23 @@ def test_searched_scale_is_no_worse_than_absmax(
 
 
 def test_scale_search_listens_to_importance() -> None:
-    weight = torch.full((1, 32), 0.3)
+    weight = torch.full((1, 32), 0.35)
     weight[0, 0] = 7.0  # absmax gives steps of one: all others round to zero
     importance = torch.ones(32)
     importance[0] = 0
     assert search_scale(weight, GROUP, torch.float32, importance).item() < 1
     importance[0] = 1e6
     assert search_scale(weight, GROUP, torch.float32, importance).item() == 1
+
+
+def test_a_group_of_no_importance_keeps_the_largest_magnitude() -> None:
+    weight = random(5, 96)
+    importance = torch.ones(96)
+    importance[32:64] = 0  # inputs that were zero in the whole calibration
+    scale = search_scale(weight, GROUP, torch.float32, importance)
+    plain = reference.absmax_scale(weight, GROUP, 4, torch.float32)
+    assert torch.equal(scale[:, 1], reference.round_scale(plain, torch.float32)[:, 1])
+    assert (scale[:, [0, 2]] < plain[:, [0, 2]]).any()
 
 
 @pytest.mark.parametrize("block", [1, 200])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nestq import nesting
 from nestq.gptq import CalibrationError
 from nestq.nesting import NestedCodes, Nester, install
 from nestq.recipes import bitnest_w4w8
@@ -124,6 +125,25 @@ def test_round_to_nearest(group_size: int, dtype: torch.dtype) -> None:
     assert report.draft_error == pytest.approx(
         ((codes.base * scale - weight).norm() / weight.norm()).item(), rel=1e-4
     )
+
+
+def test_codes_leave_the_compute_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = nester()
+    work.base(["known"], [linear()], hessian())
+    # The meta device stands for one beside the CPU, which computes here.
+    monkeypatch.setattr(nesting, "CODES_DEVICE", torch.device("meta"))
+    dense = [
+        *work.base(["a"], [linear()], hessian()),
+        *work.refinement(["known"], [linear()], hessian()),
+        *work.base_and_refinement(["b"], [linear()], hessian()),
+    ]
+    work.round_to_nearest("c", linear())
+    assert not any(weight.is_meta for weight in dense)
+    assert work.codes.keys() == {"a", "known", "b", "c"}
+    for name, codes in work.codes.items():
+        assert codes.base.is_meta
+        assert codes.scale.is_meta
+        assert codes.refinement is None if name == "a" else codes.refinement.is_meta
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -14,6 +14,7 @@ REPORT = QuantizationReport(
         LinearReport("lm_head", (10, 10), 0.25, 0.025, 0.0, None, 0),
     ],
     calibration_tokens=4096,
+    hessian_tokens=2048,
     seconds={"rotation": 1.25, "rounding": 0.5},
     notes=["a [note] with brackets"],
     tuning_loss=[0.5, 0.25],
@@ -22,12 +23,13 @@ REPORT = QuantizationReport(
 
 def test_saturation_is_weighted_by_size() -> None:
     assert REPORT.saturation == 0.5 * 300 / 400
-    assert QuantizationReport((), 0, {}).saturation == 0
+    assert QuantizationReport((), 0, 0, {}).saturation == 0
 
 
 def test_as_json() -> None:
     values = json.loads(json.dumps(REPORT.to_dict()))
     assert values["saturation"] == 0.375
+    assert (values["calibration_tokens"], values["hessian_tokens"]) == (4096, 2048)
     assert values["linears"][0]["shape"] == [10, 30]
     assert values["linears"][1]["damping"] is None
     assert values["tuning_loss"] == [0.5, 0.25]
@@ -43,7 +45,8 @@ def test_as_json() -> None:
         "1.250%",
         "50.00%",
         "0.1",
-        "4096 calibration tokens; 37.50% of refinement codes saturated; rotation 1.2 s",
+        "4096 calibration tokens, 2048 of them in Hessians; 37.50% of refinement codes saturated; "
+        "rotation 1.2 s",
         "note: a [note] with brackets",
     ],
 )

@@ -11,14 +11,7 @@ from transformers import PreTrainedModel
 
 from nestq.architectures import UnsupportedArchitectureError, describe
 from nestq.orthogonal import random_orthogonal
-from nestq.rotation import (
-    Rotation,
-    check_rotation,
-    rotate_,
-    rotate_embedding_,
-    rotate_head_,
-    rotate_layer_,
-)
+from nestq.rotation import Rotation, rotate_
 
 
 def draw(model: nn.Module, seed: int = 0, **options: object) -> Rotation:
@@ -136,48 +129,6 @@ def test_refused_input_leaves_the_model_as_it_was(
     assert model.config.tie_word_embeddings
 
 
-@pytest.mark.parametrize(
-    ("spoil", "rotate_part", "message"),
-    [
-        (nan_in_the_last_layer, lambda a, r: rotate_layer_(a, 1, r), "contains NaN"),
-        (r2_for_too_few_layers, lambda a, r: rotate_layer_(a, 1, r), "r2: expected one"),
-        (infinity_in_the_final_norm, rotate_head_, "contains NaN or infinity"),
-        (r1_of_another_model, rotate_head_, "r1: expected the hidden_size"),
-        (r1_of_another_model, rotate_embedding_, "r1: expected the hidden_size"),
-    ],
-)
-def test_refused_part_leaves_the_model_as_it_was(
-    spoil: Callable[[PreTrainedModel], Rotation], rotate_part: Callable[..., None], message: str
-) -> None:
-    model = small_models.build("llama-gqa")
-    rotation = spoil(model)
-    before = weights(model)
-
-    with pytest.raises(ValueError, match=message):
-        rotate_part(describe(model), rotation)
-
-    assert_unchanged(model, before)
-
-
-@pytest.mark.parametrize("rotate_part", [rotate_embedding_, rotate_head_])
-def test_tied_parts_are_refused(rotate_part: Callable[..., None]) -> None:
-    model = small_models.build("llama-gqa", tied=True)
-    before = weights(model)
-
-    with pytest.raises(ValueError, match="share one weight; call untie_ first"):
-        rotate_part(describe(model), draw(model))
-
-    assert_unchanged(model, before)
-
-
-@pytest.mark.parametrize("index", [-1, 2])
-def test_a_layer_that_is_not_there_is_refused(index: int) -> None:
-    model = small_models.build("llama-gqa")
-
-    with pytest.raises(ValueError, match=f"index: expected 0 to 1, got {index}"):
-        rotate_layer_(describe(model), index, draw(model))
-
-
 def test_gemma2_refuses_r1_with_the_reason() -> None:
     model = small_models.build("gemma2")
     before = weights(model)
@@ -190,16 +141,6 @@ def test_gemma2_refuses_r1_with_the_reason() -> None:
         rotate_(model, by_hand)
 
     assert_unchanged(model, before)
-
-
-def test_check_rotation_accepts_a_tied_model_and_changes_nothing() -> None:
-    model = small_models.build("llama-gqa", tied=True)
-    before = weights(model)
-
-    check_rotation(describe(model), draw(model))
-
-    assert_unchanged(model, before)
-    assert describe(model).tied
 
 
 @pytest.mark.parametrize(
@@ -250,10 +191,3 @@ def test_random_asks_only_for_sizes_it_needs() -> None:
     assert draw(model, kind="hadamard", r2=False).r2 is None
     with pytest.raises(ValueError, match="no Hadamard matrix of size 6"):
         draw(model, kind="hadamard")
-
-
-def test_to_keeps_the_matrices() -> None:
-    rotation = draw(small_models.build("llama-gqa"))
-
-    assert all(map(torch.equal, matrices(rotation), matrices(rotation.to("cpu"))))
-    assert Rotation(None, None).to("cpu").r2 is None

@@ -1,0 +1,82 @@
+"""What a nested weight refuses, before anything is done, and how it says so."""
+
+import torch
+from torch import Tensor
+
+from nestq.reference import weights as reference
+
+GROUP_SIZES = (32, 64, 128)
+MAX_OVERLAP = 16
+# Composed codes reach 128 times a scale that is 1/7 of the largest weight: float32 must hold that.
+MAX_MAGNITUDE = 2.0**120
+
+
+def check_options(group_size: int, overlap: int) -> None:
+    """Refuse options that the storage format cannot hold."""
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size must be one of {GROUP_SIZES}, got {group_size!r}")
+    if not (isinstance(overlap, int) and 1 <= overlap <= MAX_OVERLAP):
+        raise ValueError(f"overlap must be an int from 1 to {MAX_OVERLAP}, got {overlap!r}")
+
+
+def check_weight(weight: Tensor, name: str = "weight") -> None:
+    """Refuse a weight that cannot be quantized, by name."""
+    if weight.dim() != 2 or not weight.is_floating_point() or weight.numel() == 0:
+        raise ValueError(
+            f"{name} must be a non-empty 2-D floating-point tensor, "
+            f"got shape {tuple(weight.shape)} of {weight.dtype}"
+        )
+    largest = weight.detach().float().abs().amax().item()
+    if not largest <= MAX_MAGNITUDE:
+        raise ValueError(
+            f"{name} must be finite and at most 2**120 in magnitude, the largest is {largest}"
+        )
+
+
+def check_codes(name: str, codes: Tensor) -> None:
+    """Refuse codes that are not int8 or leave their 4 bits, by name."""
+    low, high = reference.code_range(4)
+    if codes.dtype != torch.int8:
+        raise ValueError(f"{name} must be int8, got {codes.dtype}")
+    if codes.numel() and (codes.min() < low or codes.max() > high):
+        raise ValueError(
+            f"{name} must be in [{low}, {high}], got [{codes.min().item()}, {codes.max().item()}]"
+        )
+
+
+def check_composed(base_codes: Tensor, refinement_codes: Tensor, overlap: int) -> None:
+    """Refuse refinement codes with which a composed code would leave int8."""
+    smallest, _ = reference.refinement_bounds(base_codes, overlap)
+    if (refinement_codes < smallest).any():
+        raise ValueError(
+            "refinement_codes must keep overlap * base + refinement in int8: with overlap "
+            f"{overlap} a base code of -8 leaves no room below {smallest.max().item()}"
+        )
+
+
+def check_planes(
+    base: Tensor,
+    scale: Tensor,
+    group_size: int,
+    overlap: int,
+    in_features: int,
+    hp_dtype: torch.dtype,
+    refinement: Tensor | None,
+) -> None:
+    """Refuse planes, scale and options that do not belong together, by name."""
+    check_options(group_size, overlap)
+    groups = -(-in_features // group_size)
+    plane_shape = (base.shape[0], groups * group_size // 2)
+    for name, plane in (("base", base), ("refinement", refinement)):
+        if plane is not None and (tuple(plane.shape) != plane_shape or plane.dtype != torch.uint8):
+            raise ValueError(
+                f"{name} must be uint8 of shape {plane_shape} for {in_features} input features in "
+                f"groups of {group_size}, got {plane.dtype} of shape {tuple(plane.shape)}"
+            )
+    if tuple(scale.shape) != (base.shape[0], groups) or not scale.is_floating_point():
+        raise ValueError(
+            f"scale must be floating point of shape {(base.shape[0], groups)}, "
+            f"got {scale.dtype} of shape {tuple(scale.shape)}"
+        )
+    if not hp_dtype.is_floating_point:
+        raise ValueError(f"hp_dtype must be a floating-point dtype, got {hp_dtype}")
