@@ -1,8 +1,16 @@
-"""Where the arguments of kernels belong: on a GPU, or on the CPU for the interpreter."""
+"""Where kernels run in tests: on the GPU or, without one, in Triton's interpreter.
+
+Import this before anything that imports Triton: the interpreter is chosen when a kernel is defined.
+"""
+
+import os
 
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
-def device() -> str:
-    """The device that runs kernels in these tests."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+
+def device() -> torch.device:
+    """The device that test tensors live on."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

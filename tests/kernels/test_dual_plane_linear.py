@@ -8,13 +8,15 @@ from interpreted import device  # isort: skip
 from quantized_planes import Planes
 
 from nestq.kernels.act_quant import act_quant
-from nestq.kernels.dual_plane_linear import dual_plane_linear
-
-Config = tuple[int, int, int]
+from nestq.kernels.dual_plane_linear import LinearConfig, dual_plane_linear
 
 
 def run(
-    planes: Planes, x: Tensor, bias: Tensor | None, view: str, config: Config = (4, 1, 2)
+    planes: Planes,
+    x: Tensor,
+    bias: Tensor | None,
+    view: str,
+    config: tuple[int, int, int] = (4, 1, 2),
 ) -> Tensor:
     base, refinement, scale_codes, unit = planes.tiles(device())
     codes, sums, scale, _ = act_quant(x.to(device()), planes.group_size)
@@ -27,12 +29,11 @@ def run(
         refinement if view == "target" else None,
         scale_codes,
         unit,
-        planes.base.shape[0],
         None if bias is None else bias.to(device()),
         planes.group_size,
         planes.overlap,
         x.dtype,
-        config,
+        LinearConfig(*config),
     ).cpu()
 
 
@@ -52,7 +53,13 @@ def run(
     ],
 )
 def test_it_gives_the_bits_of_the_reference(
-    tokens: int, rows: int, columns: int, group_size: int, overlap: int, config: Config, view: str
+    tokens: int,
+    rows: int,
+    columns: int,
+    group_size: int,
+    overlap: int,
+    config: tuple[int, int, int],
+    view: str,
 ) -> None:
     torch.manual_seed(0)
     planes = Planes.random(rows, columns, group_size, overlap)
@@ -70,8 +77,8 @@ def test_no_configuration_changes_a_bit() -> None:
     planes = Planes.random(40, 832, 64, 8)
     x = torch.randn(3, 832)
     outputs = [
-        run(planes, x, None, "target", (warps, row_tiles, unroll))
-        for warps, row_tiles, unroll in ((1, 1, 1), (2, 2, 1), (4, 1, 4), (8, 2, 2))
+        run(planes, x, None, "target", config)
+        for config in ((1, 1, 1), (2, 2, 1), (4, 1, 4), (8, 2, 2), (2, 4, 3))
     ]
     assert all(torch.equal(out, outputs[0]) for out in outputs)
 
