@@ -5,7 +5,8 @@ import logging
 
 # Importing torchao reports each of its CUDA libraries that this machine cannot load, and what it
 # registers twice with PyTorch.
-for _name in ("torchao", "torch.utils._pytree"):
+_levels = {name: logging.getLogger(name).level for name in ("torchao", "torch.utils._pytree")}
+for _name in _levels:
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 from nestq.checkpoint import load, save
@@ -18,6 +19,9 @@ from nestq.report import QuantizationReport
 from nestq.speculative import DecodingMetrics, SpeculativeOutput, decode, speculative_generate
 from nestq.tensor import NestedQuantTensor
 from nestq.view import nest_view
+
+for _name, _level in _levels.items():
+    logging.getLogger(_name).setLevel(_level)
 
 __version__ = "0.1.0"
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -78,15 +80,39 @@ def nested_attention_forward(
 AttentionInterface.register(IMPLEMENTATION, nested_attention_forward)
 
 
+@dataclass
+class _Switched:
+    """A config that is set to ``"nestq"``, what it was set to before, and who still needs it."""
+
+    config: Any
+    before: str | None
+    users: int = 0
+
+
+_switched: dict[int, _Switched] = {}  # by identity of the config: configs have no hash
+_lock = Lock()
+
+
 @contextmanager
 def nested_attention_implementation(model: Any) -> Iterator[None]:
-    """Context in which a transformers model, compiled or not, attends with ``"nestq"``."""
+    """Context in which a transformers model, compiled or not, attends with ``"nestq"``.
+
+    Threads may be in it at the same time and leave it in any order; the last one to leave puts back
+    what the first one found. The config belongs to the model and not to a thread, so until then any
+    other forward pass of the model attends with ``"nestq"`` too, and raises TypeError.
+    """
     configs = {id(config): config for config in (model.config, model.config.get_text_config())}
-    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    with _lock:
+        for key, config in configs.items():
+            if key not in _switched:
+                _switched[key] = _Switched(config, config._attn_implementation_internal)
+                config._attn_implementation_internal = IMPLEMENTATION
+            _switched[key].users += 1
     try:
-        for config in configs.values():
-            config._attn_implementation_internal = IMPLEMENTATION
         yield
     finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
+        with _lock:
+            for key, config in configs.items():
+                _switched[key].users -= 1
+                if not _switched[key].users:
+                    config._attn_implementation_internal = _switched.pop(key).before

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nestq.checkpoint_format import METHOD, Planes, check_planes
 from nestq.hf_quantizer import NestedConfig, NestedQuantizer, attach, nested_weights
@@ -138,6 +139,27 @@ def read_config(folder: str | os.PathLike[str]) -> NestedConfig:
         return NestedConfig.from_dict(stored)
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """The safetensors files of a checkpoint: one, or those that its index names.
+
+    Raises:
+        FileNotFoundError: one of them is missing.
+        ValueError: the index is damaged.
+    """
+    folder = Path(folder)
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    names = {SAFE_WEIGHTS_NAME}
+    if index.is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{index}: not an index of safetensors files: {error!r}") from error
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder}: the weight file {name} is missing")
+    return [folder / name for name in sorted(names)]
 
 
 def check_target(target: Path) -> None:

@@ -3,41 +3,51 @@
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from rich.console import Console
+from safetensors import SafetensorError
 from transformers import TextStreamer
 
 from nestq.checkpoint import check_target, read_config, save
-from nestq.data import (
-    calibration_tokens,
-    chat_prompt_tokens,
-    code_prompt_tokens,
-    heldout_tokens,
-    humaneval_prompts,
-    load_texts,
-    tokenize_texts,
-)
+from nestq.data import calibration_tokens, load_texts
 from nestq.demo import run_demo
 from nestq.evaluation import (
+    NEW_TOKENS_A_PROMPT,
+    generation_table,
+    made_by,
     measure_acceptance,
     plain_w8a8,
+    prompts_to_answer,
     score_text,
     select_reference_on_gpu,
+    texts_to_score,
 )
+from nestq.gptq import CalibrationError
 from nestq.inspection import checkpoint_table
 from nestq.kv_policy import KVPolicy
-from nestq.pretrained import load_model
+from nestq.pretrained import load_model, read_nested_config
 from nestq.quantize import quantize_, usable_device
 from nestq.recipes import RefinementKind, RotationChoice, bitnest_w4w8
 from nestq.speculative import speculative_generate
 from nestq.speculative.requests import check_gamma
-from nestq.tensor import GROUP_SIZES
+from nestq.tensor_checks import GROUP_SIZES
 
 USAGE_ERROR = 2
+# What a command, a file or a model that cannot be used raises. Anything else is a fault of ours.
+WRONG_INPUT = (
+    ValueError,
+    TypeError,
+    OSError,
+    ImportError,
+    NotImplementedError,
+    CalibrationError,
+    SafetensorError,
+)
 
 
 def _positive(text: str) -> int:
@@ -150,7 +160,7 @@ def _add_generate(commands: Any) -> None:
         "Answer a prompt by speculative decoding, streaming the text.",
         "nestq generate nested 'Write a haiku about rivers.' --chat --max-new-tokens 60",
     )
-    command.add_argument("model", help="nested checkpoint folder")
+    command.add_argument("model", help="nested checkpoint: hub id or folder")
     command.add_argument("prompt")
     command.add_argument("--chat", action="store_true", help="put the prompt in the chat template")
     command.add_argument("--gamma", type=_not_negative, default=4, help="default: %(default)s")
@@ -166,7 +176,7 @@ def _add_eval(commands: Any) -> None:
         "Compare a nested model with its 16-bit original and plain W8A8 on held-out text.",
         "nestq eval nested --reference smollm2-135m --tokens 20000 --json result.json",
     )
-    command.add_argument("model", help="nested checkpoint folder")
+    command.add_argument("model", help="nested checkpoint: hub id or folder")
     command.add_argument("--reference", required=True, help="the 16-bit original")
     command.add_argument("--tokens", type=_positive, default=20000, help="text tokens")
     command.add_argument(
@@ -193,7 +203,7 @@ def _add_inspect(commands: Any) -> None:
         "Show the layers of a nested checkpoint: shapes, bytes, errors, saturation.",
         "nestq inspect nested",
     )
-    command.add_argument("model", type=Path, help="nested checkpoint folder")
+    command.add_argument("model", type=Path, help="nested checkpoint: a local folder")
 
 
 def _add_demo(commands: Any) -> None:
@@ -227,7 +237,7 @@ def _quantize(options: argparse.Namespace, console: Console) -> None:
     texts: Any = None
     if options.calibration not in ("sharegpt", "none"):
         texts = load_texts(options.calibration)
-    model, tokenizer = _load(options.model)
+    model, tokenizer = _fetch(load_model, options.model)
     if options.calibration == "sharegpt":
         # Many short chats calibrate better than few long ones.
         texts = calibration_tokens(tokenizer, options.tokens, 512, options.seed)
@@ -245,9 +255,9 @@ def _quantize(options: argparse.Namespace, console: Console) -> None:
 
 
 def _generate(options: argparse.Namespace, console: Console) -> None:
-    read_config(options.model)
+    _fetch(read_nested_config, options.model)
     _check_decoding(options)
-    model, tokenizer = _load(options.model)
+    model, tokenizer = _fetch(load_model, options.model)
     if options.chat:
         messages = [{"role": "user", "content": options.prompt}]
         inputs: Any = tokenizer.apply_chat_template(
@@ -269,47 +279,44 @@ def _generate(options: argparse.Namespace, console: Console) -> None:
 
 
 def _eval(options: argparse.Namespace, console: Console) -> None:
-    config = read_config(options.model)
+    config = _fetch(read_nested_config, options.model)
     _check_decoding(options)
     usable_device(options.device)
     if options.json and not options.json.resolve().parent.is_dir():
         raise FileNotFoundError(f"--json {options.json}: there is no folder to write it to")
-    reference, tokenizer = _load(options.reference)
-    nested, _ = _load(options.model)
+    reference, tokenizer = _fetch(load_model, options.reference)
+    nested, _ = _fetch(load_model, options.model)
+    sequences = texts_to_score(tokenizer, options.tokens)
+    prompts = prompts_to_answer(tokenizer, options.new_tokens)
+    # A model without a pad token is padded with any other: the mask hides it.
+    pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    pad_token_id = next(token for token in pads if token is not None)
     select_reference_on_gpu(options.device, console)
     reference.to(options.device)
     nested.to(options.device)
     recipe = config.recipe or {}
-    code = tokenize_texts(tokenizer, humaneval_prompts())
-    half = options.tokens // 2
-    sequences = _up_to(code, half) + heldout_tokens(tokenizer, options.tokens - half, 512)
-    # The last text is cut to fit; of a single token nothing can be predicted.
-    sequences = [sequence for sequence in sequences if len(sequence) > 1]
-    if not sequences:
-        raise ValueError(f"--tokens {options.tokens}: too few to predict one from another")
     w8a8_model = None
     if not options.no_w8a8:
         rotation, seed = recipe.get("rotation", "orthogonal"), recipe.get("seed", 0)
         w8a8_model = plain_w8a8(reference, rotation, seed)
+    origin = made_by(options.command_line, reference, nested, recipe)
     evaluation = score_text(reference, nested, sequences, w8a8_model)
-    if options.new_tokens:
-        length = 128
-        count = max(2, -(-options.new_tokens // length))
-        code_prompts = code_prompt_tokens(tokenizer)[: count // 2]
-        chats = chat_prompt_tokens(tokenizer, count - len(code_prompts), max_length=256)
+    console.print(evaluation.quality_table())
+    if options.json:
+        _write_json(options.json, origin | evaluation.to_dict())
+    if prompts:
         evaluation.generation = measure_acceptance(
             nested,
-            chats + code_prompts,
-            max_new_tokens=length,
-            pad_token_id=tokenizer.pad_token_id,
+            prompts,
+            max_new_tokens=NEW_TOKENS_A_PROMPT,
+            pad_token_id=pad_token_id,
             gamma=options.gamma,
             kv=options.kv,
             batch_size=options.batch_size,
         )
-    for table in evaluation.tables():
-        console.print(table)
-    if options.json:
-        _write_json(options.json, evaluation.to_dict())
+        console.print(generation_table(evaluation.generation))
+        if options.json:
+            _write_json(options.json, origin | evaluation.to_dict())
 
 
 def _inspect(options: argparse.Namespace, console: Console) -> None:
@@ -327,23 +334,14 @@ def _check_decoding(options: argparse.Namespace) -> None:
     KVPolicy.parse(options.kv)
 
 
-def _load(source: str) -> Any:
-    """Model and tokenizer; an error says which of the models it was."""
+def _fetch(read: Callable[[str], Any], source: str) -> Any:
+    """What is read of a source; an error says which of the models it was."""
     try:
-        return load_model(source)
+        return read(source)
     except OSError as error:
+        if Path(source).expanduser().exists():
+            raise
         raise OSError(f"{source}: neither a folder nor a model to fetch: {error}") from error
-
-
-def _up_to(sequences: Sequence[list[int]], tokens: int) -> list[list[int]]:
-    """Whole sequences from the front that have at most this many tokens together."""
-    taken: list[list[int]] = []
-    for sequence in sequences:
-        tokens -= len(sequence)
-        if tokens < 0:
-            break
-        taken.append(sequence)
-    return taken
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -354,10 +352,13 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code: 2 with one line on stderr for wrong input."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = build_parser().parse_args(arguments)
+    options.command_line = shlex.join(["nestq", *arguments])
     try:
-        options.run(options, Console())
-    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+        # Prompts and paths are printed as they are: no brackets are markup, no colons emoji.
+        options.run(options, Console(markup=False, emoji=False))
+    except WRONG_INPUT as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         print(f"nestq {options.command}: {first_line}", file=sys.stderr)
         return USAGE_ERROR

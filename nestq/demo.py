@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from transformers import PreTrainedModel, TextStreamer
 
 from nestq.architectures import describe
@@ -45,7 +46,7 @@ def run_demo(folder: Path, prompt: str, max_new_tokens: int, console: Console) -
     nested.to(device)  # type: ignore[arg-type]
     reference.to(device)  # type: ignore[arg-type]
 
-    console.print(f"\n[bold]{prompt}[/bold]")
+    console.print(f"\n{prompt}", style="bold")
     rendered: Any = tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}],
         add_generation_prompt=True,
@@ -85,17 +86,17 @@ def run_demo(folder: Path, prompt: str, max_new_tokens: int, console: Console) -
             speculative.metrics,
             torch.equal(speculative.sequences, target_only.sequences),
             {
-                "16-bit (transformers generate)": plain_speed,
+                f"{_dtype(reference)} (transformers generate)": plain_speed,
                 "target only": target_only.metrics.tokens_per_second,
                 "speculative": speculative.metrics.tokens_per_second,
             },
         )
     )
-    console.print(_quality_table(quality))
+    console.print(_quality_table(quality, _dtype(reference)))
     if device == "cpu":
         console.print(
             "On a CPU the reference unpacks every weight at every step, so speculative decoding "
-            "is slower than the 16-bit model here; the tokens are the same on any path."
+            "is slower than the dense model here; the tokens are the same on any path."
         )
 
 
@@ -122,22 +123,26 @@ def _bytes_table(nested: PreTrainedModel, reference: PreTrainedModel) -> Table:
     for weight in weights.values():
         for name in parts:
             parts[name] += getattr(weight, name).nbytes
-    dense = sum(weight.numel() for weight in weights.values())
-    embedding = describe(reference).embedding.weight.numel()
+    dense = sum(reference.get_parameter(f"{name}.weight").nbytes for name in weights)
+    embedding = describe(nested).embedding.weight
     table = Table(title="Weights")
     table.add_column("part")
     table.add_column("MiB", justify="right")
     rows = {
-        "16-bit linears and head": 2 * dense,
+        f"{_dtype(reference)} linears and head": dense,
         "base plane (draft)": parts["base"],
         "refinement plane": parts["refinement"],
         "scales": parts["scale"],
         "nested in all": sum(parts.values()),
-        "embedding, 16-bit in both": 2 * embedding,
+        f"embedding, {_dtype(embedding)} in both": embedding.nbytes,
     }
     for name, count in rows.items():
         table.add_row(name, f"{count / 2**20:.1f}")
     return table
+
+
+def _dtype(of: PreTrainedModel | Tensor) -> str:
+    return str(of.dtype).removeprefix("torch.")
 
 
 def _decoding_table(metrics: DecodingMetrics, equal: bool, speeds: dict[str, float]) -> Table:
@@ -154,11 +159,11 @@ def _decoding_table(metrics: DecodingMetrics, equal: bool, speeds: dict[str, flo
     return table
 
 
-def _quality_table(quality: Evaluation) -> Table:
+def _quality_table(quality: Evaluation, dtype: str) -> Table:
     table = Table(title=f"Perplexity on {quality.scores[0].predictions} held-out chat positions")
     table.add_column("model")
     table.add_column("perplexity", justify="right")
     for score in quality.scores:
-        name = "16-bit (dequantized Q4_1)" if score.name == "16-bit" else score.name
+        name = f"{dtype} (dequantized Q4_1)" if score.name == "16-bit" else score.name
         table.add_row(name, f"{score.perplexity:.2f}")
     return table

@@ -2,19 +2,32 @@
 
 import copy
 import math
+import os
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torchao
+import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from nestq import __version__
 from nestq.attention import nested_attention_implementation
+from nestq.data import (
+    chat_prompt_tokens,
+    code_prompt_tokens,
+    heldout_tokens,
+    humaneval_prompts,
+    tokenize_texts,
+)
 from nestq.kv_cache import NestedKVCache
 from nestq.ops import select_implementation
 from nestq.quantize import quantize_
@@ -22,6 +35,8 @@ from nestq.recipes import RotationChoice, w8a8
 from nestq.speculative import DecodingMetrics, SpeculativeOutput, speculative_generate
 from nestq.speculative.round import NestedForward
 from nestq.view import View
+
+NEW_TOKENS_A_PROMPT = 128
 
 Logits = Callable[[Tensor], Tensor]  # token ids [1, n] -> logits [1, n, V]
 
@@ -92,8 +107,8 @@ class Evaluation:
             "generation": None if self.generation is None else self.generation.to_dict(),
         }
 
-    def tables(self) -> list[Table]:
-        """Tables for ``rich``."""
+    def quality_table(self) -> Table:
+        """One row a model, for ``rich``."""
         quality = Table(title=f"Next token on {self.scores[0].predictions} held-out positions")
         quality.add_column("model")
         for header in ("perplexity", "against 16-bit", "same choice as 16-bit"):
@@ -107,10 +122,11 @@ class Evaluation:
                 f"{score.agreement:.4f}",
             )
         quality.add_row("draft = target", "", "", f"{self.draft_target_agreement:.4f}")
-        return [quality] + ([] if self.generation is None else [_generation_table(self.generation)])
+        return quality
 
 
-def _generation_table(metrics: DecodingMetrics) -> Table:
+def generation_table(metrics: DecodingMetrics) -> Table:
+    """Acceptance, for ``rich``."""
     per_position = metrics.acceptance_per_position
     table = Table(title=f"Speculative decoding: {metrics.tokens} tokens, gamma {metrics.gamma}")
     table.add_column("measure")
@@ -120,6 +136,34 @@ def _generation_table(metrics: DecodingMetrics) -> Table:
     table.add_row("slot acceptance", f"{metrics.slot_acceptance:.4f}")
     table.add_row("tokens per round", f"{metrics.tokens_per_round:.3f}")
     return table
+
+
+def made_by(
+    command: str, reference: PreTrainedModel, nested: PreTrainedModel, recipe: dict[str, Any]
+) -> dict[str, Any]:
+    """How a result was made, as JSON values: a file of results speaks for itself."""
+    on_gpu = nested.device.type == "cuda"
+    return {
+        "command": command,
+        "versions": {
+            "nestq": __version__,
+            "torch": torch.__version__,
+            "torchao": torchao.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {
+            "cpu": platform.machine(),
+            "cpus": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name(nested.device) if on_gpu else None,
+        },
+        "dtype": {
+            "reference": str(reference.dtype).removeprefix("torch."),
+            "nested": str(nested.dtype).removeprefix("torch."),
+        },
+        "recipe": recipe,
+    }
 
 
 def select_reference_on_gpu(device: torch.device | str, console: Console) -> None:
@@ -153,6 +197,36 @@ def plain_w8a8(reference: PreTrainedModel, rotation: RotationChoice, seed: int) 
     model = copy.deepcopy(reference)
     quantize_(model, w8a8(rotation=rotation, seed=seed))
     return model
+
+
+def texts_to_score(tokenizer: Tokenizer, tokens: int) -> list[list[int]]:
+    """Held-out token sequences to predict: code and chats, half each, ``tokens`` at most.
+
+    Raises:
+        ValueError: no sequence has two tokens, or the tokenizer has no chat template.
+    """
+    code: list[list[int]] = []
+    left = tokens // 2
+    for sequence in tokenize_texts(tokenizer, humaneval_prompts()):
+        left -= len(sequence)
+        if left < 0:
+            break
+        code.append(sequence)
+    sequences = code + heldout_tokens(tokenizer, tokens - tokens // 2, 512)
+    # The last text is cut to fit; of a single token nothing can be predicted.
+    sequences = [sequence for sequence in sequences if len(sequence) > 1]
+    if not sequences:
+        raise ValueError(f"tokens={tokens}: too few to predict one from another")
+    return sequences
+
+
+def prompts_to_answer(tokenizer: Tokenizer, new_tokens: int) -> list[list[int]]:
+    """Held-out prompts, chats and code, whose answers have about ``new_tokens`` tokens in all."""
+    if not new_tokens:
+        return []
+    count = max(2, -(-new_tokens // NEW_TOKENS_A_PROMPT))
+    code = code_prompt_tokens(tokenizer)[: count // 2]
+    return chat_prompt_tokens(tokenizer, count - len(code), max_length=256) + code
 
 
 @torch.no_grad()

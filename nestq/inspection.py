@@ -6,7 +6,8 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from nestq.checkpoint_format import StoredTensor, read_headers
+from nestq.checkpoint import weight_files
+from nestq.checkpoint_format import StoredTensor, plane_tensors, read_headers
 from nestq.hf_quantizer import NestedConfig
 
 BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "BOOL": 1}
@@ -21,8 +22,16 @@ def checkpoint_table(folder: Path, config: NestedConfig) -> Table:
     Args:
         folder: checkpoint; only headers of its safetensors files are read.
         config: its ``quantization_config``.
+
+    Raises:
+        FileNotFoundError, ValueError: a file or a nested tensor is missing or damaged.
     """
-    headers = read_headers(sorted(folder.glob("*.safetensors")))
+    headers = read_headers(weight_files(folder))
+    parts = plane_tensors(config.planes)
+    for name in config.modules:
+        for part in parts:
+            if f"{name}.weight.{part}" not in headers:
+                raise ValueError(f"{folder}: tensor {name}.weight.{part} is missing")
     linears = {entry["name"]: entry for entry in (config.report or {}).get("linears", ())}
     table = Table(
         title=f"{folder}: groups of {config.group_size}, overlap {config.overlap}, "
@@ -37,11 +46,9 @@ def checkpoint_table(folder: Path, config: NestedConfig) -> Table:
         table.add_column(header, justify="right")
     totals = dict.fromkeys(PARTS, 0)
     for name in config.modules:
-        sizes = {
-            part: _bytes(headers[key]) if (key := f"{name}.weight.{part}") in headers else 0
-            for part in PARTS
-        }
-        totals = {part: totals[part] + sizes[part] for part in PARTS}
+        sizes = {part: _bytes(headers[f"{name}.weight.{part}"]) for part in parts}
+        for part, size in sizes.items():
+            totals[part] += size
         report = linears.get(name)
         table.add_row(
             name.removeprefix("model."),
@@ -55,8 +62,7 @@ def checkpoint_table(folder: Path, config: NestedConfig) -> Table:
     saturation = (config.report or {}).get("saturation")
     last = "-" if saturation is None else f"{saturation:.2%}"
     table.add_row(f"{len(config.modules)} linears", "", _kib(sum(totals.values())), "", "", last)
-    nested = {f"{name}.weight.{part}" for name in config.modules for part in PARTS}
-    rest = sum(_bytes(tensor) for name, tensor in headers.items() if name not in nested)
+    rest = sum(map(_bytes, headers.values())) - sum(totals.values())
     table.add_row("dense (embedding, norms)", "", _kib(rest))
     return table
 

@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from huggingface_hub import hf_hub_download
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils.hub import cached_file
 
+from nestq.checkpoint import read_config
 from nestq.data import package_file
+from nestq.hf_quantizer import NestedConfig
 
 Dtype = torch.dtype | Literal["auto"]
 
@@ -30,11 +32,12 @@ def load_model(
 
     Local sources are loaded without network access. GGUF weights are dequantized into an ordinary
     dense model, which can be saved: compare with it as "dequantized Q4_1", not as the original.
+    The model that the file was made from had 16-bit weights, and so has this one by default.
 
     Args:
         source: `"smollm2-135m"` (the packaged model), a path to a `.gguf` file, a folder written
             by `save_pretrained`, or a hub id.
-        dtype: dtype of the parameters; `"auto"` is the one they are stored in, float32 for GGUF.
+        dtype: dtype of the parameters; `"auto"` is the one they are stored in, bfloat16 for GGUF.
         gguf_file: name of the GGUF file inside the folder or hub repository `source`.
 
     Raises:
@@ -49,7 +52,7 @@ def load_model(
             raise ValueError(
                 f"gguf_file={gguf_file!r}: source={str(source)!r} names a file already"
             )
-        path = path / gguf_file if is_local else Path(hf_hub_download(str(source), gguf_file))
+        path = path / gguf_file if is_local else Path(_from_hub(source, gguf_file))
     if path.suffix == ".gguf":
         model, tokenizer = _load_gguf(path, dtype)
     else:
@@ -59,6 +62,28 @@ def load_model(
     # Generation continues the last position of a row: after a pad, nonsense without an error.
     tokenizer.padding_side = "left"
     return model, tokenizer
+
+
+def read_nested_config(source: str | Path) -> NestedConfig:
+    """The ``quantization_config`` of a nested checkpoint; nothing else is fetched.
+
+    Args:
+        source: a folder or a hub id.
+
+    Raises:
+        OSError: `source` is neither a folder nor a hub id, or has no `config.json`.
+        ValueError: it is no nestq checkpoint, or of an unknown format.
+    """
+    folder = Path(source).expanduser()
+    return read_config(folder if folder.is_dir() else _from_hub(source, "config.json").parent)
+
+
+def _from_hub(source: str | Path, name: str) -> Path:
+    """A file of a hub repository, in the cache."""
+    file = cached_file(str(source), name)
+    if file is None:  # transformers forgives a missing config.json
+        raise FileNotFoundError(f"{source}: there is no {name}")
+    return Path(file)
 
 
 def _load_gguf(path: Path, dtype: Dtype) -> tuple[PreTrainedModel, Tokenizer]:
@@ -88,7 +113,7 @@ def _load_gguf(path: Path, dtype: Dtype) -> tuple[PreTrainedModel, Tokenizer]:
         )
     model = AutoModelForCausalLM.from_pretrained(
         path.parent,
-        dtype=torch.float32 if dtype == "auto" else dtype,
+        dtype=torch.bfloat16 if dtype == "auto" else dtype,
         # Without this the dense model counts as quantized, and transformers refuses to save it.
         quantization_config=GgufConfig(dequantize=True),
         **location,

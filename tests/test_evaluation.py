@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from nestq.evaluation import (
     ModelScore,
     dense_logits,
+    generation_table,
     measure_acceptance,
     nested_logits,
     plain_w8a8,
@@ -147,7 +148,6 @@ def test_acceptance_is_summed_over_batches() -> None:
 
 def test_tables_and_numbers(dense: PreTrainedModel, nested: PreTrainedModel) -> None:
     evaluation = score_text(dense, nested, SEQUENCES, progress=False)
-    assert len(evaluation.tables()) == 1
     assert evaluation.to_dict()["generation"] is None
     evaluation.generation = measure_acceptance(
         nested_model(), [[5, 6, 7]], max_new_tokens=8, pad_token_id=PAD, progress=False
@@ -155,8 +155,8 @@ def test_tables_and_numbers(dense: PreTrainedModel, nested: PreTrainedModel) -> 
 
     console = Console(width=80)
     with console.capture() as capture:
-        for table in evaluation.tables():
-            console.print(table)
+        console.print(evaluation.quality_table())
+        console.print(generation_table(evaluation.generation))
     text = capture.get()
     numbers = json.loads(json.dumps(evaluation.to_dict()))
     assert f"{PREDICTIONS} held-out positions" in text

@@ -31,11 +31,30 @@ for name in nestq.__all__:
 """
 
 
+IMPORT_AND_LOG = """
+import logging
+
+logging.getLogger("torchao").setLevel(logging.INFO)
+import nestq
+
+assert logging.getLogger("torchao").level == logging.INFO
+assert logging.getLogger("torch.utils._pytree").level == logging.NOTSET
+"""
+
+
 def test_import_needs_no_triton_and_no_gpu() -> None:
     command = [sys.executable, "-c", IMPORT_WITHOUT_TRITON]
     # The folder beside the sources is not the current one: the installed package is imported.
     result = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_import_is_silent_and_leaves_the_levels_of_loggers_alone() -> None:
+    command = [sys.executable, "-c", IMPORT_AND_LOG]
+    result = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "torchao" not in result.stderr
+    assert result.stdout == ""
 
 
 def test_public_names_are_all_there_is() -> None:

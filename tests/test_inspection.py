@@ -1,5 +1,7 @@
 """The table of a checkpoint: what it says of layers, bytes and saturation."""
 
+import json
+import shutil
 from pathlib import Path
 
 import nested_models
@@ -107,3 +109,24 @@ def test_a_base_alone_has_no_refinement(folder: Path, tmp_path: Path) -> None:
     text = printed(tmp_path / "base")
     assert cells(text, "refinement planes") == ["0.0"]
     assert cells(text, "base planes") == cells(printed(folder), "base planes")
+
+
+def test_a_missing_file_or_plane_is_refused(folder: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut"
+    shutil.copytree(folder, cut)
+    index = json.loads((cut / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    name = "model.layers.1.mlp.up_proj.weight.refinement"
+    lost = index["weight_map"][name]
+    (cut / lost).unlink()
+    with pytest.raises(FileNotFoundError, match=f"cut: the weight file {lost} is missing"):
+        printed(cut)
+
+    # The index then knows nothing of the file and its tensors.
+    index["weight_map"] = {key: file for key, file in index["weight_map"].items() if file != lost}
+    (cut / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"cut: tensor \S+ is missing"):
+        printed(cut)
+
+    (cut / "model.safetensors.index.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"index\.json: not an index of safetensors files"):
+        printed(cut)

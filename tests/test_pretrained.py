@@ -70,15 +70,16 @@ def test_gguf_loads_from_a_path_and_from_a_folder(tmp_path: Path) -> None:
     write_gguf(path, "smollm")
 
     model, tokenizer = pretrained.load_model(path)
-    assert model.dtype == torch.float32
+    assert model.dtype == torch.bfloat16
     assert not model.training
     assert model.generation_config.eos_token_id == model.config.eos_token_id == 3
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 3, 0)
     assert tokenizer.padding_side == "left"
 
-    again, _ = pretrained.load_model(tmp_path, torch.bfloat16, gguf_file="tiny.gguf")
+    again, _ = pretrained.load_model(tmp_path, torch.float32, gguf_file="tiny.gguf")
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(a.bfloat16(), b)
+        assert b.dtype == torch.float32
+        assert torch.equal(a, b.bfloat16())
 
 
 @pytest.mark.parametrize(("pre_tokenizer", "splits"), [("smollm", True), ("gpt-2", False)])
@@ -102,7 +103,7 @@ def test_a_gguf_model_can_be_saved(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "saved")
 
     again, tokenizer_again = pretrained.load_model(tmp_path / "saved")
-    assert again.dtype == torch.float32
+    assert again.dtype == torch.bfloat16
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
     text = "a\n\n1  2\n b</s>"
@@ -113,15 +114,28 @@ def test_a_gguf_model_can_be_saved(tmp_path: Path) -> None:
 def test_gguf_file_of_a_hub_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
 
-    def download(*names: str) -> str:
+    def fetch(*names: str) -> str:
         asked.append(names)
         write_gguf(tmp_path / names[-1], "gpt-2")
         return str(tmp_path / names[-1])
 
-    monkeypatch.setattr(pretrained, "hf_hub_download", download)
+    monkeypatch.setattr(pretrained, "cached_file", fetch)
     model, _ = pretrained.load_model("owner/name", gguf_file="tiny.gguf")
     assert asked == [("owner/name", "tiny.gguf")]
     assert model.config.num_hidden_layers == 1
+
+
+def test_the_config_of_a_hub_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files: dict[str, str | None] = {"dense/model": None}
+    monkeypatch.setattr(pretrained, "cached_file", lambda source, _: files[source])
+    with pytest.raises(FileNotFoundError, match=r"dense/model: there is no config\.json"):
+        pretrained.read_nested_config("dense/model")
+
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    files["dense/model"] = str(tmp_path / "config.json")
+    for source in ("dense/model", tmp_path):
+        with pytest.raises(ValueError, match="not a nestq checkpoint"):
+            pretrained.read_nested_config(source)
 
 
 @pytest.mark.usefixtures("no_network")
@@ -172,7 +186,7 @@ def test_packaged_weights_are_what_the_file_stands_for(
     ):
         tensor = tensors[f"{name}.weight"]
         expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        assert np.array_equal(module.weight.detach().numpy(), expected)
+        assert torch.equal(module.weight, torch.from_numpy(expected).bfloat16())
     # Either would make the dense model count as quantized.
     assert not hasattr(model.config, "quantization_config")
     assert getattr(model, "hf_quantizer", None) is None

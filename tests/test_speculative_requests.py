@@ -14,6 +14,7 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
+    StoppingCriteriaList,
     T5Config,
     T5ForConditionalGeneration,
     TextStreamer,
@@ -209,6 +210,17 @@ def test_a_batch_without_a_pad_token() -> None:
         refuses("pad_token_id must be given", model, tokens, max_time=100.0)
     finally:
         model.generation_config.pad_token_id = before
+
+
+def test_more_tokens_than_the_context_has() -> None:
+    model = nested_model()  # with a context of 512
+    tokens, mask = padded_prompts(model, [3, 5], 9)
+    options = {"attention_mask": mask}
+    message = r"may be 513 together, .* is 512; lower max_new_tokens"
+    refuses(message, model, tokens, max_new_tokens=513 - 6, **options)
+    ends = StoppingCriteriaList([lambda ids, _: torch.ones(len(ids), dtype=torch.bool)])
+    options |= {"max_new_tokens": 512 - 6, "stopping_criteria": ends}
+    assert speculative_generate(model, tokens, **options).shape == (2, 10)
 
 
 @pytest.mark.parametrize(

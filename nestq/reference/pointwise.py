@@ -13,7 +13,7 @@ VECTOR_MULTIPLE = 64
 
 
 def same_bits_anywhere(
-    function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
+    function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Apply an elementwise function so that equal elements give equal bits, wherever they lie.
 
@@ -23,15 +23,15 @@ def same_bits_anywhere(
 
     Args:
         function: elementwise function of one tensor.
-        x: tensor of any shape.
+        input: tensor of any shape; the name is the one that PyTorch's functions give it.
         *args: passed on to the function.
         **kwargs: passed on to the function.
 
     Returns:
-        A new tensor of the shape of x; x itself is never written.
+        A new tensor of the shape of the input, which is never written.
     """
-    if x.device.type != "cpu":
-        return function(x, *args, **kwargs)
-    flat = F.pad(x.reshape(-1), (0, -x.numel() % VECTOR_MULTIPLE))
+    if input.device.type != "cpu":
+        return function(input, *args, **kwargs)
+    flat = F.pad(input.reshape(-1), (0, -input.numel() % VECTOR_MULTIPLE))
     chunks = [function(chunk, *args, **kwargs) for chunk in flat.split(VECTOR_CHUNK)]
-    return torch.cat(chunks)[: x.numel()].view(x.shape)
+    return torch.cat(chunks)[: input.numel()].view(input.shape)

@@ -64,6 +64,9 @@ def speculative_generate(
     in the same engine). Prompts, lengths, processors, stopping criteria and the form of the output
     are transformers' own: this is ``model.generate`` with another decoding loop.
 
+    Threads may decode with one model at the same time. Until they end, its other forward passes
+    raise TypeError: decoding sets the attention implementation in the model's config.
+
     Args:
         model: a transformers causal language model with nested weights, or ``torch.compile`` of
             one: the compiled module then computes.
@@ -76,7 +79,8 @@ def speculative_generate(
         tokenizer: needed for ``stop_strings``.
         **generate_kwargs: of ``model.generate``: ``attention_mask``, ``max_new_tokens``,
             ``eos_token_id``, ``stop_strings``, ``repetition_penalty``,
-            ``return_dict_in_generate`` and so on.
+            ``return_dict_in_generate`` and so on. A model whose generation config samples by
+            default needs ``do_sample=False``.
 
     Returns:
         int64 ``[B, columns]``, prompts and new tokens, shorter rows filled with the pad token; a
@@ -147,6 +151,7 @@ def decode(
     tokens = input_ids.to(model.device)
     pads = requests.count_pads(tokens, model_kwargs)
     columns = stopping.max_length + gamma + 1
+    requests.check_context(model.config, stopping.max_length - int(pads.min()))
     requests.check_rotary(model.config, width - 1 - int(pads.max()), columns - int(pads.min()))
     cache = _cache(model, model_kwargs, kv, batch, columns)
 

@@ -170,6 +170,21 @@ def count_pads(tokens: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
     return (~mask).sum(1, keepdim=True)
 
 
+def check_context(config: PreTrainedConfig, longest: int) -> None:
+    """Refuse rows that may grow beyond the positions that the model was made for.
+
+    Args:
+        config: of the model.
+        longest: tokens that a row may have, draft tokens not included: they are never kept there.
+    """
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"max_length is too large: prompt and new tokens may be {longest} together, and the "
+            f"model's context (max_position_embeddings) is {limit}; lower max_new_tokens"
+        )
+
+
 def check_rotary(config: PreTrainedConfig, shortest: int, longest: int) -> None:
     """Refuse lengths at which rotary embeddings change.
 
