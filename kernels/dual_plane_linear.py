@@ -30,6 +30,14 @@ class LinearConfig(NamedTuple):
 
 
 @triton.jit
+def _load(pointer, inside, ALL_INSIDE: tl.constexpr):
+    """Zeros outside; without a mask where the compiler knows that there is no outside."""
+    if ALL_INSIDE:
+        return tl.load(pointer)
+    return tl.load(pointer, mask=inside, other=0)
+
+
+@triton.jit
 def _load_planes(
     base,
     refinement,
@@ -47,29 +55,23 @@ def _load_planes(
     tile: tl.constexpr = STEP // CHUNKS
     first: tl.constexpr = STEP % CHUNKS * WARPS * UNROLL
     all_inside: tl.constexpr = first + WARPS * UNROLL <= BLOCKS
+    # Half of the last block may have no group.
+    all_groups_inside: tl.constexpr = all_inside and BLOCKS * 64 == GROUPS * GROUP_SIZE
     warp = tl.arange(0, WARPS)[:, None]
     bases = ()
     refinements = ()
     for i in tl.static_range(UNROLL):
         at = (tile * BLOCKS + first + i) * 512
-        if all_inside:
-            bases = bases + (tl.load(base + at),)
-            if OVERLAP:
-                refinements = refinements + (tl.load(refinement + at),)
-        else:
-            inside = first + i + warp * UNROLL < BLOCKS
-            bases = bases + (tl.load(base + at, mask=inside, other=0),)
-            if OVERLAP:
-                refinements = refinements + (tl.load(refinement + at, mask=inside, other=0),)
+        inside = first + i + warp * UNROLL < BLOCKS
+        bases = bases + (_load(base + at, inside, all_inside),)
+        if OVERLAP:
+            refinements = refinements + (_load(refinement + at, inside, all_inside),)
     scales = ()
     for i in tl.static_range(UNROLL * 64 // GROUP_SIZE):
         group = first * 64 // GROUP_SIZE + i
         at = (tile * GROUPS + group) * 16
-        if all_inside and BLOCKS * 64 == GROUPS * GROUP_SIZE:
-            scales = scales + (tl.load(scale_codes + at),)
-        else:
-            inside = group + warp * (UNROLL * 64 // GROUP_SIZE) < GROUPS
-            scales = scales + (tl.load(scale_codes + at, mask=inside, other=0),)
+        inside = group + warp * (UNROLL * 64 // GROUP_SIZE) < GROUPS
+        scales = scales + (_load(scale_codes + at, inside, all_groups_inside),)
     return bases, refinements, scales
 
 
