@@ -14,7 +14,7 @@ Activations come in tiles of 8 tokens and 64 columns in the same order: byte ``1
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestq.reference.weights import _pack, _unpack
+from nestq.reference.weights import pack_nibbles, unpack_nibbles
 
 TILE_ROWS = 16
 TILE_TOKENS = 8
@@ -22,16 +22,14 @@ BLOCK = 64
 TILE_BYTES = 512
 
 
-def pad_to(x: Tensor, multiple: int, dim: int) -> Tensor:
-    """Pad a dimension with zeros to a multiple."""
-    padding = [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, -x.shape[dim] % multiple]
-    return F.pad(x, padding)
+def _pad(x: Tensor, rows: int, columns: int = 1) -> Tensor:
+    """Pad a matrix with zeros to multiples of rows and columns."""
+    return F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
 
 
 def tile_plane(plane: Tensor, group_size: int) -> Tensor:
     """Canonical plane uint8 ``[N, Kp / 2]`` to uint8 ``[ceil(N / 16), ceil(Kp / 64), 512]``."""
-    nibbles = pad_to(pad_to(_unpack(plane, group_size), BLOCK, 1), TILE_ROWS, 0)
-    packed = _pack(nibbles, BLOCK)
+    packed = pack_nibbles(_pad(unpack_nibbles(plane, group_size), TILE_ROWS, BLOCK), BLOCK)
     tiles = packed.view(packed.shape[0] // TILE_ROWS, 2, 8, packed.shape[1] // 32, 4, 2, 4)
     return tiles.permute(0, 3, 2, 4, 1, 5, 6).reshape(*tiles.shape[:1], -1, TILE_BYTES)
 
@@ -39,17 +37,17 @@ def tile_plane(plane: Tensor, group_size: int) -> Tensor:
 def untile_plane(tiles: Tensor, rows: int, group_size: int, groups: int) -> Tensor:
     """Inverse of :func:`tile_plane`: canonical plane uint8 ``[rows, groups * group_size / 2]``."""
     parts = tiles.view(*tiles.shape[:2], 8, 4, 2, 2, 4).permute(0, 4, 2, 1, 3, 5, 6)
-    nibbles = _unpack(parts.reshape(tiles.shape[0] * TILE_ROWS, -1), BLOCK)
-    return _pack(nibbles[:rows, : groups * group_size], group_size)
+    nibbles = unpack_nibbles(parts.reshape(tiles.shape[0] * TILE_ROWS, -1), BLOCK)
+    return pack_nibbles(nibbles[:rows, : groups * group_size], group_size)
 
 
 def tile_scale(codes: Tensor) -> Tensor:
     """Scale codes int16 ``[N, G]`` to ``[ceil(N / 16), G, 16]``."""
-    return pad_to(codes, TILE_ROWS, 0).unflatten(0, (-1, TILE_ROWS)).mT.contiguous()
+    return _pad(codes, TILE_ROWS).unflatten(0, (-1, TILE_ROWS)).mT.contiguous()
 
 
 def tile_activation(codes: Tensor) -> Tensor:
     """Activation codes int8 ``[M, K]`` to tiles int8 ``[ceil(M / 8), ceil(K / 64), 512]``."""
-    padded = pad_to(pad_to(codes, BLOCK, 1), TILE_TOKENS, 0)
+    padded = _pad(codes, TILE_TOKENS, BLOCK)
     tiles = padded.view(padded.shape[0] // 8, 8, padded.shape[1] // BLOCK, 2, 4, 2, 4)
     return tiles.permute(0, 2, 1, 4, 3, 5, 6).reshape(*tiles.shape[:1], -1, TILE_BYTES)

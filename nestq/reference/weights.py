@@ -26,36 +26,36 @@ def pad_to_groups(x: Tensor, group_size: int) -> Tensor:
     return F.pad(x, (0, -x.shape[-1] % group_size))
 
 
-def _pack(nibbles: Tensor, group_size: int) -> Tensor:
+def pack_nibbles(nibbles: Tensor, group_size: int) -> Tensor:
     """Pack unsigned nibbles ``[..., Kp]`` so that byte j of a group holds codes j and j + g/2."""
     low, high = nibbles.unflatten(-1, (-1, 2, group_size // 2)).unbind(-2)
     return (low | (high << 4)).flatten(-2)
 
 
-def _unpack(plane: Tensor, group_size: int) -> Tensor:
-    """Inverse of :func:`_pack`: uint8 ``[..., Kp / 2]`` to unsigned nibbles ``[..., Kp]``."""
+def unpack_nibbles(plane: Tensor, group_size: int) -> Tensor:
+    """Inverse of :func:`pack_nibbles`: uint8 ``[..., Kp / 2]`` to nibbles uint8 ``[..., Kp]``."""
     halves = plane.unflatten(-1, (-1, group_size // 2))
     return torch.cat((halves & 0x0F, halves >> 4), dim=-1).flatten(-2)
 
 
 def pack_base(codes: Tensor, group_size: int) -> Tensor:
     """Pack base codes int8 ``[..., Kp]`` in [-8, 7] as two's complement nibbles, two a byte."""
-    return _pack(codes.view(torch.uint8) & 0x0F, group_size)
+    return pack_nibbles(codes.view(torch.uint8) & 0x0F, group_size)
 
 
 def unpack_base(plane: Tensor, group_size: int) -> Tensor:
     """Base codes int8 ``[..., Kp]`` of a packed plane uint8 ``[..., Kp / 2]``."""
-    return (_unpack(plane, group_size) << 4).view(torch.int8) >> 4
+    return (unpack_nibbles(plane, group_size) << 4).view(torch.int8) >> 4
 
 
 def pack_refinement(codes: Tensor, group_size: int) -> Tensor:
     """Pack refinement codes int8 ``[..., Kp]`` in [-8, 7] as ``q_r + 8``, two a byte."""
-    return _pack((codes + NIBBLE_BIAS).view(torch.uint8), group_size)
+    return pack_nibbles((codes + NIBBLE_BIAS).view(torch.uint8), group_size)
 
 
 def unpack_refinement(plane: Tensor, group_size: int) -> Tensor:
     """Refinement codes int8 ``[..., Kp]`` of a packed plane uint8 ``[..., Kp / 2]``."""
-    return _unpack(plane, group_size).view(torch.int8) - NIBBLE_BIAS
+    return unpack_nibbles(plane, group_size).view(torch.int8) - NIBBLE_BIAS
 
 
 def compose(base_codes: Tensor, refinement_codes: Tensor, overlap: int) -> Tensor:

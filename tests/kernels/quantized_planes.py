@@ -45,7 +45,7 @@ class Planes:
             x, self.base, refinement, self.scale, bias, self.group_size, self.overlap
         )
 
-    def tiles(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def tiles(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Base, refinement, scale codes and unit as the kernels read them."""
         codes, unit = fixed_point_scale(self.scale)
         base, refinement = (tile_plane(p, self.group_size) for p in (self.base, self.refinement))

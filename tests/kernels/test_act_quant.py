@@ -3,18 +3,19 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_device import device
 from torch import Tensor
 
-from interpreted import device  # isort: skip
 from nestq.kernels.act_quant import act_quant
 from nestq.reference.linear import quantize_activation
-from nestq.tile_layout import pad_to, tile_activation
+from nestq.reference.weights import pad_to_groups
+from nestq.tile_layout import tile_activation
 
 
 def check(x: Tensor, result: tuple[Tensor, Tensor, Tensor, Tensor], group_size: int) -> None:
     """Compare with the reference's quantization of x, where tokens are."""
     tokens = x.shape[0]
-    x = pad_to(x, group_size, 1)
+    x = pad_to_groups(x, group_size)
     sum_width = min(group_size, 64)
     codes, sums, scale = (part.cpu() for part in result[:3])
     expected, expected_scale = quantize_activation(x)
@@ -26,7 +27,7 @@ def check(x: Tensor, result: tuple[Tensor, Tensor, Tensor, Tensor], group_size: 
     by_token = (t.view(*t.shape[:2], 8, 64).transpose(1, 2).flatten(0, 1) for t in (codes, tiles))
     ours, theirs = (t[present] for t in by_token)
     assert torch.equal(ours, theirs)
-    padded = pad_to(expected, 64, 1).int()
+    padded = pad_to_groups(expected, 64).int()
     expected_sums = padded.view(tokens, -1, sum_width).sum(-1)
     assert torch.equal(sums.transpose(1, 2).flatten(0, 1)[:tokens].long(), expected_sums)
 

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch import Tensor
-
-from interpreted import device  # isort: skip
+from kernel_device import device
 from quantized_planes import Planes
+from torch import Tensor
 
 from nestq.kernels.act_quant import act_quant
 from nestq.kernels.dual_plane_linear import LinearConfig, dual_plane_linear
