@@ -67,10 +67,9 @@ class _TunedLinear:
             self.latent = nn.Parameter(self.latent.float())
 
     def tuned_scale(self) -> Tensor:
-        """Float32 scale ``[N, G]``, rounded as it will be stored."""
+        """Float32 scale ``[N, G]``, rounded to the dtype in which it will be stored."""
         exact = self.scale.float() * self.log_factor.exp()
-        stored = reference.round_scale(exact.detach(), self.scale.dtype)
-        return _RoundThrough.apply(exact, stored.float())
+        return _RoundThrough.apply(exact, exact.detach().to(self.scale.dtype).float())
 
     def tuned_base(self) -> Tensor:
         """Codes ``[N, K]``."""
@@ -167,7 +166,8 @@ def _tune(
         losses.append(loss)
         steps.set_postfix(kl=f"{loss:.4f}")
     for name, nested in codes.items():
-        nested.scale = tuned[name].tuned_scale().detach().to(nested.scale)
+        scale = tuned[name].tuned_scale().detach()
+        nested.scale = reference.round_scale(scale, nested.scale.dtype).to(nested.scale)
         nested.base = tuned[name].tuned_base().detach().to(nested.base)
     return losses
 
