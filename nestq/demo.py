@@ -7,13 +7,17 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from transformers import PreTrainedModel, TextStreamer
 
 from nestq.architectures import describe
 from nestq.checkpoint import read_config, save
 from nestq.data import calibration_tokens, heldout_tokens
-from nestq.evaluation import Evaluation, score_text, select_reference_on_gpu
+from nestq.evaluation import (
+    Evaluation,
+    dtype_name,
+    score_text,
+    select_reference_on_gpu,
+)
 from nestq.hf_quantizer import nested_weights
 from nestq.pretrained import load_model
 from nestq.quantize import quantize_
@@ -86,13 +90,13 @@ def run_demo(folder: Path, prompt: str, max_new_tokens: int, console: Console) -
             speculative.metrics,
             torch.equal(speculative.sequences, target_only.sequences),
             {
-                f"{_dtype(reference)} (transformers generate)": plain_speed,
+                f"{dtype_name(reference)} (transformers generate)": plain_speed,
                 "target only": target_only.metrics.tokens_per_second,
                 "speculative": speculative.metrics.tokens_per_second,
             },
         )
     )
-    console.print(_quality_table(quality, _dtype(reference)))
+    console.print(_quality_table(quality, dtype_name(reference)))
     if device == "cpu":
         console.print(
             "On a CPU the reference unpacks every weight at every step, so speculative decoding "
@@ -129,20 +133,16 @@ def _bytes_table(nested: PreTrainedModel, reference: PreTrainedModel) -> Table:
     table.add_column("part")
     table.add_column("MiB", justify="right")
     rows = {
-        f"{_dtype(reference)} linears and head": dense,
+        f"{dtype_name(reference)} linears and head": dense,
         "base plane (draft)": parts["base"],
         "refinement plane": parts["refinement"],
         "scales": parts["scale"],
         "nested in all": sum(parts.values()),
-        f"embedding, {_dtype(embedding)} in both": embedding.nbytes,
+        f"embedding, {dtype_name(embedding)} in both": embedding.nbytes,
     }
     for name, count in rows.items():
         table.add_row(name, f"{count / 2**20:.1f}")
     return table
-
-
-def _dtype(of: PreTrainedModel | Tensor) -> str:
-    return str(of.dtype).removeprefix("torch.")
 
 
 def _decoding_table(metrics: DecodingMetrics, equal: bool, speeds: dict[str, float]) -> Table:

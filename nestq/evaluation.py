@@ -138,6 +138,11 @@ def generation_table(metrics: DecodingMetrics) -> Table:
     return table
 
 
+def dtype_name(of: PreTrainedModel | Tensor) -> str:
+    """Such as ``"bfloat16"``."""
+    return str(of.dtype).removeprefix("torch.")
+
+
 def made_by(
     command: str, reference: PreTrainedModel, nested: PreTrainedModel, recipe: dict[str, Any]
 ) -> dict[str, Any]:
@@ -159,8 +164,8 @@ def made_by(
             "gpu": torch.cuda.get_device_name(nested.device) if on_gpu else None,
         },
         "dtype": {
-            "reference": str(reference.dtype).removeprefix("torch."),
-            "nested": str(nested.dtype).removeprefix("torch."),
+            "reference": dtype_name(reference),
+            "nested": dtype_name(nested),
         },
         "recipe": recipe,
     }

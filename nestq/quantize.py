@@ -117,7 +117,7 @@ def quantize_(
     seconds: dict[str, float] = {}
     notes: list[str] = []
     losses: list[float] = []
-    observed = torch.empty(0)
+    hessian_tokens = 0
     if architecture is not None:
         with _timed(seconds, "rotation"):
             notes += _rotate(model, architecture, recipe)
@@ -130,6 +130,7 @@ def quantize_(
     else:
         assert architecture is not None
         observed = windows[: max(1, HESSIAN_TOKENS // windows.shape[1])]
+        hessian_tokens = observed.numel()
         notes += _cap_notes(observed, windows, recipe)
         compute = where or architecture.embedding.weight.device
         with evaluation_mode(model):
@@ -141,7 +142,7 @@ def quantize_(
     report = QuantizationReport(
         linears=nester.reports,
         calibration_tokens=0 if windows is None else windows.numel(),
-        hessian_tokens=observed.numel(),
+        hessian_tokens=hessian_tokens,
         seconds=seconds,
         notes=notes,
         tuning_loss=losses,
