@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nestq.reference import linear as reference
 from nestq.tile_layout import BLOCK, TILE_BYTES, TILE_TOKENS
+
+SMALLEST_SCALE = tl.constexpr(reference.SMALLEST_SCALE)
 
 
 @triton.jit
@@ -33,8 +36,8 @@ def act_quant_kernel(
     other,  # residual or gate [M, K], or unused
     norm_weight,  # [K], or unused
     total,  # [M, K] x + residual, or unused
-    codes,  # int8 [T, blocks, 512]
-    sums,  # int32 [T, blocks * 64 / SUM_WIDTH, 8]
+    codes,  # int8 [T, blocks, 512], or [M, blocks * 64] in rows
+    sums,  # int32 [T, blocks * 64 / SUM_WIDTH, 8], or unused in rows
     scale,  # float32 [T * 8]
     size,
     blocks,
@@ -46,8 +49,9 @@ def act_quant_kernel(
     ADD: tl.constexpr,
     NORM: tl.constexpr,
     GATE: tl.constexpr,
+    IN_ROWS: tl.constexpr,
 ):
-    token = tl.program_id(0)
+    token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     inside = column < size
     dtype: tl.constexpr = x.dtype.element_ty
@@ -58,29 +62,32 @@ def act_quant_kernel(
     value = value.to(tl.float32)
     if GATE:
         gate = tl.load(other + token * other_stride + column, mask=inside, other=0).to(tl.float32)
-        activated = tl.div_rn(gate, 1 + tl.exp(-gate)).to(dtype).to(tl.float32)
+        activated = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
         value = (activated * value).to(dtype).to(tl.float32)
     if NORM:
         value = _rms_norm(value, norm_weight, column, size, eps, dtype)
 
-    largest = tl.max(tl.abs(value), axis=0)
-    # A maximum skips NaN; the token's result must not.
-    largest = tl.where(tl.max((value != value).to(tl.int32), axis=0) > 0, float("nan"), largest)
-    step = tl.div_rn(largest, 127.0)
-    safe = tl.where(step > 0, step, 1.0)
-    rounded = _round_half_even(tl.div_rn(value, safe))
+    # As integers, so that NaN is the largest of all and the token's result is NaN too.
+    magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    step = tl.div_rn(tl.max(magnitude, axis=0).to(tl.float32, bitcast=True), 127.0)
+    inverse = tl.div_rn(1.0, tl.where(step > SMALLEST_SCALE, step, 1.0))
+    rounded = _round_half_even(value * inverse)
     code = tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
 
-    tile = token // 8
-    row = token % 8
     block = column // 64
-    place = column % 32 // 8 * 16 + column % 64 // 32 * 8 + column % 8
-    at = (tile * blocks + block) * 512 + row * 64 + place
-    tl.store(codes + at, code, mask=block < blocks)
-    part_sums = tl.sum(code.to(tl.int32).reshape(COLUMNS // SUM_WIDTH, SUM_WIDTH), axis=1)
-    part = tl.arange(0, COLUMNS // SUM_WIDTH)
-    parts = blocks * (64 // SUM_WIDTH)
-    tl.store(sums + (tile * parts + part) * 8 + row, part_sums, mask=part < parts)
+    if IN_ROWS:
+        place = column // 32 * 32 + column % 8 // 4 * 16 + column % 32 // 8 * 4 + column % 4
+        tl.store(codes + token * blocks * 64 + place, code, mask=block < blocks)
+    else:
+        tile = token // 8
+        row = token % 8
+        place = column % 32 // 8 * 16 + column % 64 // 32 * 8 + column % 8
+        at = (tile * blocks + block) * 512 + row * 64 + place
+        tl.store(codes + at, code, mask=block < blocks)
+        part_sums = tl.sum(code.to(tl.int32).reshape(COLUMNS // SUM_WIDTH, SUM_WIDTH), axis=1)
+        part = tl.arange(0, COLUMNS // SUM_WIDTH)
+        parts = blocks * (64 // SUM_WIDTH)
+        tl.store(sums + (tile * parts + part) * 8 + row, part_sums, mask=part < parts)
     tl.store(scale + token, step)
 
 
@@ -91,6 +98,7 @@ def act_quant(
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     gate: Tensor | None = None,
+    in_rows: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantize tokens; optionally ``norm(x + residual)`` or ``silu(gate) * x``.
 
@@ -101,6 +109,8 @@ def act_quant(
         norm_weight: ``[K]`` of an RMSNorm, or None.
         eps: of the norm.
         gate: ``[M, K]``, or None; not together with residual.
+        in_rows: codes int8 ``[M, blocks * 64]`` as ``prefill_linear`` reads them (see its
+            ``arrange_activation``), and nothing in sums.
 
     Returns:
         codes int8 ``[ceil(M / 8), blocks, 512]``, blocks of 64 columns in whole groups; sums int32
@@ -114,8 +124,9 @@ def act_quant(
     blocks = triton.cdiv(size, step_blocks * BLOCK) * step_blocks
     sum_width = min(group_size, BLOCK)
     device = x.device
-    codes = torch.empty(tiles, blocks, TILE_BYTES, dtype=torch.int8, device=device)
-    parts = blocks * (BLOCK // sum_width)
+    shape = (tokens, blocks * BLOCK) if in_rows else (tiles, blocks, TILE_BYTES)
+    codes = torch.empty(shape, dtype=torch.int8, device=device)
+    parts = 0 if in_rows else blocks * (BLOCK // sum_width)
     sums = torch.empty(tiles, parts, TILE_TOKENS, dtype=torch.int32, device=device)
     scale = torch.empty(tiles * TILE_TOKENS, dtype=torch.float32, device=device)
     total = x if residual is None else torch.empty(tokens, size, dtype=x.dtype, device=device)
@@ -139,6 +150,7 @@ def act_quant(
         ADD=residual is not None,
         NORM=norm_weight is not None,
         GATE=gate is not None,
+        IN_ROWS=in_rows,
         num_warps=min(max(columns // 512, 1), 16),
         enable_fp_fusion=False,
     )

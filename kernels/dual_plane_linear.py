@@ -1,13 +1,13 @@
 """Linear layer on nested planes for few tokens: exact INT8 arithmetic at the speed of the memory.
 
-Planes, scales and activations lie in tiles (``nestq.tile_layout``), so that each warp loads its
-operands of the matrix instruction directly into registers. A program computes some tiles of 16
-weight rows one after the other, in steps: its warps share the blocks of 64 columns, and each loads
-the planes of the next step before it uses those of this one. All steps are unrolled, so that an
-address is one register and a constant. Sums are exact 64-bit integers: neither this division of
-labour nor the number of tokens changes a bit.
+Planes, scales and activations lie in tiles (``nestq.tile_layout``), so that each warp reads its
+operands of the matrix instruction as they lie. A program computes some tiles of 16 weight rows at
+once. Its warps share the blocks of 64 columns, one block a warp and step, and the loads of several
+steps are in flight. Only after the last step are the warps' sums added. Sums are exact 64-bit
+integers: neither this division of labour nor the number of tokens changes a bit.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,18 +15,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nestq.kernels.configurations import choose
+from nestq.kernels.exact_sums import add_scaled, wide_mad
 from nestq.kernels.planes import HIGH_BASE, LOW_BASE, base_codes, compose_asm, composed_codes
+
+MAX_TOKENS = 64
 
 
 class LinearConfig(NamedTuple):
     """How the work is divided: any choice gives the same bits."""
 
     warps: int
-    """Warps of a program, which share the blocks of a tile."""
-    unroll: int
-    """Blocks of 64 columns that a warp loads in a step; even for groups of 128."""
+    """Warps of a program, which share the blocks of 64 columns."""
     tiles: int
-    """Tiles of 16 rows that a program computes."""
+    """Tiles of 16 rows that a program computes, a power of two."""
+    stages: int
+    """Steps whose loads are in flight, that of the present one included."""
+
+
+CANDIDATES = [
+    LinearConfig(4, 1, 4),
+    LinearConfig(4, 2, 3),
+    LinearConfig(4, 4, 3),
+    LinearConfig(8, 1, 4),
+    LinearConfig(8, 2, 4),
+    LinearConfig(16, 1, 3),
+]
 
 
 @triton.jit
@@ -35,77 +49,6 @@ def _load(pointer, inside, ALL_INSIDE: tl.constexpr):
     if ALL_INSIDE:
         return tl.load(pointer)
     return tl.load(pointer, mask=inside, other=0)
-
-
-@triton.jit
-def _load_planes(
-    base,
-    refinement,
-    scale_codes,
-    STEP: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    WARPS: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """What a step reads: tuples of base and refinement tiles and of scale codes ``[WARPS, 16]``."""
-    tile: tl.constexpr = STEP // CHUNKS
-    first: tl.constexpr = STEP % CHUNKS * WARPS * UNROLL
-    all_inside: tl.constexpr = first + WARPS * UNROLL <= BLOCKS
-    # Half of the last block may have no group.
-    all_groups_inside: tl.constexpr = all_inside and BLOCKS * 64 == GROUPS * GROUP_SIZE
-    warp = tl.arange(0, WARPS)[:, None]
-    bases = ()
-    refinements = ()
-    for i in tl.static_range(UNROLL):
-        at = (tile * BLOCKS + first + i) * 512
-        inside = first + i + warp * UNROLL < BLOCKS
-        bases = bases + (_load(base + at, inside, all_inside),)
-        if OVERLAP:
-            refinements = refinements + (_load(refinement + at, inside, all_inside),)
-    scales = ()
-    for i in tl.static_range(UNROLL * 64 // GROUP_SIZE):
-        group = first * 64 // GROUP_SIZE + i
-        at = (tile * GROUPS + group) * 16
-        inside = group + warp * (UNROLL * 64 // GROUP_SIZE) < GROUPS
-        scales = scales + (_load(scale_codes + at, inside, all_groups_inside),)
-    return bases, refinements, scales
-
-
-@triton.jit
-def _load_activations(
-    x_codes,
-    x_sums,
-    token_tiles,
-    CHUNK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    TOKEN_TILES: tl.constexpr,
-    WARPS: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """Tuples of the activations of a chunk and, with an overlap, of what their sums repay."""
-    parts: tl.constexpr = 2 if GROUP_SIZE == 32 else 1
-    first: tl.constexpr = CHUNK * WARPS * UNROLL
-    warp = tl.arange(0, WARPS)[:, None, None]
-    tile = tl.arange(0, TOKEN_TILES)[None, :, None]
-    token = tl.arange(0, TOKEN_TILES * 8)[None, None, :]
-    activations = ()
-    repaid = ()
-    for i in tl.static_range(UNROLL):
-        inside = (first + i + warp * UNROLL < BLOCKS) & (tile < token_tiles)
-        activations = activations + (tl.load(x_codes + (first + i) * 512, mask=inside, other=0),)
-        if OVERLAP:
-            for part in tl.static_range(parts):
-                at = ((first + i) * parts + part) * 8
-                inside = (first + i + warp * UNROLL < BLOCKS) & (token // 8 < token_tiles)
-                sums = tl.load(x_sums + at, mask=inside, other=0)
-                repaid = repaid + (sums * (120 - 8 * OVERLAP),)
-    return activations, repaid
 
 
 @triton.jit
@@ -136,45 +79,76 @@ def _activation_codes(x, TOKENS: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _multiply(
-    acc,
-    planes,
-    activations,
+def _scales(words, WARPS: tl.constexpr):
+    """Scale codes int32 ``[WARPS, 16, 1]`` of words that hold those of rows g and g + 8."""
+    halves = tl.join((words << 16) >> 16, words >> 16)
+    return halves.permute(0, 2, 1).reshape(WARPS, 16, 1)
+
+
+@triton.jit
+def _one_of_two(dot, WARPS: tl.constexpr, SINGLE: tl.constexpr):
+    """``[WARPS, 16, 8]``, or every other column where there is a single token."""
+    if SINGLE:
+        dot, _ = tl.split(dot.reshape(WARPS, 16, 4, 2))
+    return dot
+
+
+@triton.jit
+def _add_products(
+    total,
+    base,
+    refinement,
+    scales,
+    activation,
     repaid,
     GROUP_SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
-    TOKENS: tl.constexpr,
+    SINGLE: tl.constexpr,
     WARPS: tl.constexpr,
-    UNROLL: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
+    MAD: tl.constexpr,
 ):
-    """Add a step's products to the sums int64 ``[WARPS, 16, TOKENS]``."""
-    bases, refinements, scales = planes
-    dot = tl.zeros((WARPS, 16, TOKENS), tl.int32)
-    for i in tl.static_range(UNROLL):
-        x_low, x_high = _activation_codes(activations[i], TOKENS, WARPS)
-        refined = refinements[i] if OVERLAP else bases[i]
-        low = _weight_codes(bases[i], refined, False, OVERLAP, WARPS, LOW)
-        high = _weight_codes(bases[i], refined, True, OVERLAP, WARPS, HIGH)
-        if GROUP_SIZE == 32:
-            if OVERLAP:
-                dot += repaid[2 * i]
-            dot = tl.dot(low, x_low, acc=dot, out_dtype=tl.int32)
-            acc += dot.to(tl.int64) * scales[2 * i].to(tl.int64)[:, :, None]
-            dot = tl.zeros((WARPS, 16, TOKENS), tl.int32)
-            if OVERLAP:
-                dot += repaid[2 * i + 1]
-        else:
-            if OVERLAP:
-                dot += repaid[i]
-            dot = tl.dot(low, x_low, acc=dot, out_dtype=tl.int32)
+    """Add a block's share to the sums int64 ``[WARPS, 16, 8]`` of a tile of rows and of tokens."""
+    x_low, x_high = _activation_codes(activation, 8, WARPS)
+    low = _weight_codes(base, refinement, False, OVERLAP, WARPS, LOW)
+    high = _weight_codes(base, refinement, True, OVERLAP, WARPS, HIGH)
+    zeros = tl.zeros((WARPS, 16, 8), tl.int32)
+    dot = zeros + repaid[0] if OVERLAP else zeros
+    dot = tl.dot(low, x_low, acc=dot, out_dtype=tl.int32)
+    if GROUP_SIZE == 32:
+        total = add_scaled(total, _one_of_two(dot, WARPS, SINGLE), scales[0], MAD)
+        dot = zeros + repaid[1] if OVERLAP else zeros
         dot = tl.dot(high, x_high, acc=dot, out_dtype=tl.int32)
-        if GROUP_SIZE <= 64 or i % 2 == 1:
-            scale = scales[(i + 1) * 64 // GROUP_SIZE - 1]
-            acc += dot.to(tl.int64) * scale.to(tl.int64)[:, :, None]
-            dot = tl.zeros((WARPS, 16, TOKENS), tl.int32)
-    return acc
+        return add_scaled(total, _one_of_two(dot, WARPS, SINGLE), scales[1], MAD)
+    dot = tl.dot(high, x_high, acc=dot, out_dtype=tl.int32)
+    return add_scaled(total, _one_of_two(dot, WARPS, SINGLE), scales[0], MAD)
+
+
+@triton.jit
+def _stack(parts, WARPS: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr):
+    """A power of two of ``[WARPS, 16, COLUMNS]`` side by side, in a new last dimension."""
+    for level in tl.static_range(COUNT.bit_length() - 1):
+        joined = ()
+        for i in tl.static_range(COUNT >> (level + 1)):
+            joined = joined + (tl.join(parts[i], parts[i + (COUNT >> (level + 1))]),)
+        parts = joined
+    return parts[0].reshape(WARPS, 16, COLUMNS, COUNT)
+
+
+@triton.jit
+def _sum_over_warps(x, WARPS: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr):
+    """``[WARPS, 16, COLUMNS, COUNT]`` to ``[16, COLUMNS, COUNT]``, by halves.
+
+    A reduction along warps would write to shared memory with bank conflicts; splitting a dimension
+    of two exchanges values without.
+    """
+    x = x.permute(1, 2, 3, 0)
+    for level in tl.static_range(WARPS.bit_length() - 1):
+        halves = x.reshape(16, COLUMNS, COUNT, 2, WARPS >> (level + 1))
+        low, high = tl.split(halves.permute(0, 1, 2, 4, 3))
+        x = low + high
+    return x.reshape(16, COLUMNS, COUNT)
 
 
 @triton.jit
@@ -184,12 +158,11 @@ def dual_plane_linear_kernel(
     x_scale,  # float32 [T * 8]
     base,  # int8 [tiles, blocks, 512]
     refinement,  # the same, or unused
-    scale_codes,  # int16 [tiles, groups, 16]
+    scale_codes,  # int32 [tiles, groups, 8], two codes a word
     unit,  # float32 [N]
     bias,  # [N], or unused
     out,  # [M, N]
     tokens,
-    token_tiles,
     rows,
     BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -197,78 +170,97 @@ def dual_plane_linear_kernel(
     OVERLAP: tl.constexpr,  # 0 reads the base only
     HAS_BIAS: tl.constexpr,
     TOKEN_TILES: tl.constexpr,
+    SINGLE: tl.constexpr,  # one token: the other one of each pair of columns is left out
     TILES: tl.constexpr,
     WARPS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
+    MAD: tl.constexpr,
 ):
-    TOKENS: tl.constexpr = TOKEN_TILES * 8
-    chunks: tl.constexpr = (BLOCKS + WARPS * UNROLL - 1) // (WARPS * UNROLL)
+    # Whether every step has a block, and every block a group, for every warp.
+    EVEN: tl.constexpr = BLOCKS % WARPS == 0 and BLOCKS * 64 == GROUPS * GROUP_SIZE
     parts: tl.constexpr = 2 if GROUP_SIZE == 32 else 1
     # The base alone is read as 16 * q.
     divisor: tl.constexpr = OVERLAP if OVERLAP else 16
     # The last program computes some tiles again rather than fewer.
     tile = tl.minimum(tl.program_id(0) * TILES, tl.cdiv(rows, 16) - TILES).to(tl.int64)
-
     warp = tl.arange(0, WARPS)
-    plane_at = tile * BLOCKS * 512 + (warp * UNROLL * 512)[:, None] + tl.arange(0, 512)[None, :]
-    warp_groups: tl.constexpr = UNROLL * 64 // GROUP_SIZE
-    row = tl.arange(0, 16)
-    scale_at = tile * GROUPS * 16 + (warp * warp_groups * 16)[:, None] + row[None, :]
-    token_tile = tl.arange(0, TOKEN_TILES)
-    x_at = (token_tile * BLOCKS * 512)[None, :, None] + tl.arange(0, 512)[None, None, :]
-    x_codes += x_at + (warp * UNROLL * 512)[:, None, None]
-    token = tl.arange(0, TOKENS)
-    sums_at = token // 8 * BLOCKS * parts * 8 + token % 8
-    x_sums += sums_at[None, None, :] + (warp * UNROLL * parts * 8)[:, None, None]
-    base += plane_at
-    refinement += plane_at
-    scale_codes += scale_at
+    byte = tl.arange(0, 512)[None, :]
+    COLUMNS: tl.constexpr = 4 if SINGLE else 8
+    token = tl.arange(0, 8)
+    base += tile * BLOCKS * 512
+    refinement += tile * BLOCKS * 512
+    scale_codes += tile * GROUPS * 8
+    word = tl.arange(0, 8)[None, :]
+    # What the last step multiplies by is loaded first: rows, tokens, and pairs of tiles of both.
+    pair = tl.arange(0, TILES * TOKEN_TILES)[None, None, :]
+    n = (tile + pair // TOKEN_TILES) * 16 + tl.arange(0, 16)[:, None, None]
+    column = tl.arange(0, COLUMNS)[None, :, None]
+    m = pair % TOKEN_TILES * 8 + column * (8 // COLUMNS)
+    row_factor = tl.load(unit + n, mask=n < rows, other=0)
+    token_factor = tl.load(x_scale + m, mask=m < tokens, other=0)
+    if HAS_BIAS:
+        row_bias = tl.load(bias + n, mask=n < rows, other=0).to(tl.float32)
 
-    following = _load_planes(
-        base, refinement, scale_codes, 0, chunks,
-        BLOCKS, GROUPS, GROUP_SIZE, OVERLAP, WARPS, UNROLL,
-    )  # fmt: skip
-    activations, repaid = _load_activations(
-        x_codes, x_sums, token_tiles, 0,
-        BLOCKS, GROUP_SIZE, OVERLAP, TOKEN_TILES, WARPS, UNROLL,
-    )  # fmt: skip
-    x_step = tl.load(x_scale + token, mask=token < tokens, other=0)
-    factor = tl.div_rn(x_step, tl.full((1,), divisor, tl.float32))
-    acc = tl.zeros((WARPS, 16, TOKENS), tl.int64)
-    for step in tl.static_range(TILES * chunks):
-        planes = following
-        if step + 1 < TILES * chunks:
-            following = _load_planes(
-                base, refinement, scale_codes, step + 1, chunks,
-                BLOCKS, GROUPS, GROUP_SIZE, OVERLAP, WARPS, UNROLL,
-            )  # fmt: skip
-        if chunks > 1:
-            activations, repaid = _load_activations(
-                x_codes, x_sums, token_tiles, step % chunks,
-                BLOCKS, GROUP_SIZE, OVERLAP, TOKEN_TILES, WARPS, UNROLL,
-            )  # fmt: skip
-        acc = _multiply(
-            acc, planes, activations, repaid,
-            GROUP_SIZE, OVERLAP, TOKENS, WARPS, UNROLL, LOW, HIGH,
-        )  # fmt: skip
-        if step % chunks == chunks - 1:
-            n = (tile + step // chunks) * 16 + row
-            row_factor = tl.load(unit + n, mask=n < rows, other=0)
-            value = tl.sum(acc, axis=0).to(tl.float32) * (factor[None, :] * row_factor[:, None])
-            if HAS_BIAS:
-                value += tl.load(bias + n, mask=n < rows, other=0).to(tl.float32)[:, None]
-            inside = (n < rows)[:, None] & (token < tokens)[None, :]
-            tl.store(out + token[None, :].to(tl.int64) * rows + n[:, None], value, mask=inside)
-            acc = tl.zeros((WARPS, 16, TOKENS), tl.int64)
+    sums = ()
+    for _ in tl.static_range(TILES * TOKEN_TILES):
+        sums = sums + (tl.zeros((WARPS, 16, COLUMNS), tl.int64),)
+    for step in tl.range(0, (BLOCKS + WARPS - 1) // WARPS, num_stages=STAGES):
+        block = step * WARPS + warp
+        inside = (block < BLOCKS)[:, None]
+        activations = ()
+        repaid = ()
+        for t in tl.static_range(TOKEN_TILES):
+            valid = (t * 8 + byte // 64 < tokens) & inside
+            at = (t * BLOCKS + block[:, None]) * 512 + byte
+            activations = activations + (tl.load(x_codes + at, mask=valid, other=0),)
+            token_sums = ()
+            for part in tl.static_range(parts):
+                if OVERLAP:
+                    at = ((t * BLOCKS + block[:, None]) * parts + part) * 8 + token[None, :]
+                    valid = (t * 8 + token < tokens)[None, :] & inside
+                    loaded = tl.load(x_sums + at, mask=valid, other=0)
+                    token_sums = token_sums + ((loaded * (120 - 8 * OVERLAP))[:, None, :],)
+            repaid = repaid + (token_sums,)
+        updated = ()
+        for i in tl.static_range(TILES):
+            at = (i * BLOCKS + block[:, None]) * 512 + byte
+            base_tile = _load(base + at, inside, EVEN)
+            refinement_tile = base_tile
+            if OVERLAP:
+                refinement_tile = _load(refinement + at, inside, EVEN)
+            scales = ()
+            for part in tl.static_range(parts):
+                group = (block * 64 + part * 32) // GROUP_SIZE
+                at = (i * GROUPS + group[:, None]) * 8 + word
+                loaded = _load(scale_codes + at, (group < GROUPS)[:, None], EVEN)
+                scales = scales + (_scales(loaded, WARPS),)
+            for t in tl.static_range(TOKEN_TILES):
+                total = _add_products(
+                    sums[i * TOKEN_TILES + t],
+                    base_tile, refinement_tile, scales, activations[t], repaid[t],
+                    GROUP_SIZE, OVERLAP, SINGLE, WARPS, LOW, HIGH, MAD,
+                )  # fmt: skip
+                updated = updated + (total,)
+        sums = updated
+
+    COUNT: tl.constexpr = TILES * TOKEN_TILES
+    total = _sum_over_warps(_stack(sums, WARPS, COLUMNS, COUNT), WARPS, COLUMNS, COUNT)
+    if divisor & (divisor - 1) == 0:
+        token_factor *= 1 / divisor
+    else:
+        token_factor = tl.div_rn(token_factor, tl.full((1,), divisor, tl.float32))
+    value = total.to(tl.float32) * (token_factor * row_factor)
+    if HAS_BIAS:
+        value += row_bias
+    tl.store(out + m.to(tl.int64) * rows + n, value, mask=(n < rows) & (m < tokens))
 
 
 def dual_plane_linear(
     x_codes: Tensor,
     x_sums: Tensor,
     x_scale: Tensor,
-    tokens: int,
     base: Tensor,
     refinement: Tensor | None,
     scale_codes: Tensor,
@@ -276,9 +268,9 @@ def dual_plane_linear(
     bias: Tensor | None,
     group_size: int,
     overlap: int,
-    dtype: torch.dtype,
-    config: LinearConfig,
-) -> Tensor:
+    out: Tensor,
+    config: LinearConfig | None = None,
+) -> None:
     """``x @ W.T + bias`` of quantized activations in tiles and planes in tiles.
 
     Args:
@@ -286,7 +278,6 @@ def dual_plane_linear(
         x_sums: int32 ``[T, blocks, 8]`` sums of the codes of a block; of each half of a block,
             ``[T, 2 * blocks, 8]``, for groups of 32.
         x_scale: float32 ``[T * 8]``.
-        tokens: M, at most 64.
         base: uint8 ``[ceil(N / 16), blocks, 512]``.
         refinement: the same, or None for the draft's weight.
         scale_codes: int16 ``[ceil(N / 16), G, 16]``.
@@ -294,48 +285,62 @@ def dual_plane_linear(
         bias: ``[N]`` or None.
         group_size: codes that share a scale.
         overlap: base steps are divided in this many target steps.
-        dtype: of the result.
-        config: how the work is divided.
-
-    Returns:
-        ``[M, N]`` of ``dtype``.
+        out: ``[M, N]``, contiguous, of at most 64 tokens; written.
+        config: how the work is divided; None chooses by shape.
     """
-    token_tiles = x_codes.shape[0]
+    tokens, rows = out.shape
     tiles, blocks, _ = base.shape
-    rows = unit.shape[0]
     used_overlap = 0 if refinement is None else overlap
     low, high = _assembly(used_overlap)
-    out = torch.empty(tokens, rows, dtype=dtype, device=x_codes.device)
-    tiles_a_program = min(config.tiles, tiles)
-    dual_plane_linear_kernel[(triton.cdiv(tiles, tiles_a_program),)](
-        x_codes,
-        x_sums,
-        x_scale,
-        base.view(torch.int8),
-        base.view(torch.int8) if refinement is None else refinement.view(torch.int8),
-        scale_codes,
-        unit,
-        unit if bias is None else bias,
-        out,
-        tokens,
-        token_tiles,
-        rows,
-        BLOCKS=blocks,
-        GROUPS=scale_codes.shape[1],
-        GROUP_SIZE=group_size,
-        OVERLAP=used_overlap,
-        HAS_BIAS=bias is not None,
-        TOKEN_TILES=triton.next_power_of_2(token_tiles),
-        TILES=tiles_a_program,
-        WARPS=config.warps,
-        UNROLL=config.unroll,
-        LOW=low,
-        HIGH=high,
-        num_warps=config.warps,
-        num_stages=1,
-        enable_fp_fusion=False,
-    )
-    return out
+
+    def launch(config: LinearConfig) -> None:
+        # The last program goes back to have as many tiles as the others.
+        tiles_a_program = min(config.tiles, 1 << (tiles.bit_length() - 1))
+        dual_plane_linear_kernel[(triton.cdiv(tiles, tiles_a_program),)](
+            x_codes,
+            x_sums,
+            x_scale,
+            base.view(torch.int8),
+            base.view(torch.int8) if refinement is None else refinement.view(torch.int8),
+            scale_codes.view(torch.int32),
+            unit,
+            unit if bias is None else bias,
+            out,
+            tokens,
+            rows,
+            BLOCKS=blocks,
+            GROUPS=scale_codes.shape[1],
+            GROUP_SIZE=group_size,
+            OVERLAP=used_overlap,
+            HAS_BIAS=bias is not None,
+            TOKEN_TILES=triton.next_power_of_2(triton.cdiv(tokens, 8)),
+            SINGLE=tokens == 1,
+            TILES=tiles_a_program,
+            WARPS=config.warps,
+            STAGES=config.stages,
+            LOW=low,
+            HIGH=high,
+            MAD=wide_mad(),
+            num_warps=config.warps,
+            enable_fp_fusion=False,
+        )
+
+    launch(config or _choose(tiles, blocks, refinement is not None, tokens, launch, out.device))
+
+
+def _choose(
+    tiles: int,
+    blocks: int,
+    both: bool,
+    tokens: int,
+    launch: Callable[[LinearConfig], None],
+    device: torch.device,
+) -> LinearConfig:
+    tokens, tiles, blocks = (triton.next_power_of_2(n) for n in (tokens, tiles, blocks))
+    tokens = tokens if tokens in (1, 16, 32, 64) else 8
+    guess = LinearConfig(8, 1, 4) if tiles <= 512 or tokens > 8 else LinearConfig(4, 2, 3)
+    bucket = f"{'both planes' if both else 'base'}, {tokens} tokens, {tiles} x {blocks} tiles"
+    return choose("dual_plane_linear", bucket, [guess, *CANDIDATES], launch, device)
 
 
 def _assembly(overlap: int) -> tuple[str, str]:

@@ -27,6 +27,7 @@ from nestq.checkpoint_format import (
 )
 from nestq.tensor import NestedQuantTensor
 from nestq.tensor_checks import check_options
+from nestq.tiled_tensor import in_order_of_device
 
 
 @register_quantization_config(METHOD)
@@ -218,7 +219,7 @@ class _JoinPlanes(ConversionOps):
             skeleton.dtype,
             parts.get("refinement"),
         )
-        return {name: nn.Parameter(weight, requires_grad=False)}
+        return {name: nn.Parameter(in_order_of_device(weight), requires_grad=False)}
 
 
 def _source_pattern(part: str) -> str:
@@ -233,8 +234,9 @@ def _plain_tensors(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     plain: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
         if isinstance(tensor, NestedQuantTensor):
-            for part in tensor.__tensor_flatten__()[0]:
-                plain[f"{name}.{part}"] = getattr(tensor, part)
+            stored = tensor.canonical()
+            for part in stored.__tensor_flatten__()[0]:
+                plain[f"{name}.{part}"] = getattr(stored, part)
         else:
             plain[name] = tensor
     return plain

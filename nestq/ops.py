@@ -13,6 +13,7 @@ from torch import Tensor
 from nestq.reference.attention import nested_attention
 from nestq.reference.kv import kv_append
 from nestq.reference.linear import linear_16, nested_linear
+from nestq.tile_layout import canonical_planes
 
 Implementation = Literal["kernels", "reference"]
 
@@ -37,16 +38,23 @@ def selected_implementation() -> Implementation:
     return _selected
 
 
-def _define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _define(
+    schema: str,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    kernels: Callable[..., Any] | None = None,
+) -> None:
     name = schema.split("(")[0]
 
     def on_gpu(*args: Any) -> Any:
         if _selected == "reference":
             return reference(*args)
-        raise NotImplementedError(
-            f"nestq::{name} has no CUDA kernel in this version. Run on the CPU, or choose the "
-            "eager reference: nestq.select_implementation('reference')"
-        )
+        if kernels is None:
+            raise NotImplementedError(
+                f"nestq::{name} has no CUDA kernel in this version. Run on the CPU, or choose the "
+                "eager reference: nestq.select_implementation('reference')"
+            )
+        return kernels(*args)
 
     _library.define(schema)
     _library.impl(name, reference, "CPU")
@@ -54,18 +62,60 @@ def _define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]
     torch.library.register_fake(f"nestq::{name}", fake, lib=_library)
 
 
-def _linear_fake(x: Tensor, base: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], base.shape[0])
+def _dual_plane_linear(
+    x: Tensor,
+    base: Tensor,
+    refinement: Tensor | None,
+    scale: Tensor,
+    unit: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    overlap: int,
+) -> Tensor:
+    """The reference, for planes in the order of files or, where rows have a unit, in tiles."""
+    if unit is not None:
+        base, refinement, scale = canonical_planes(base, refinement, scale, unit, group_size)
+    return nested_linear(x, base, refinement, scale, bias, group_size, overlap)
+
+
+def _dual_plane_linear_kernels(x: Tensor, *args: Any) -> Tensor:
+    # Triton comes with PyTorch for CUDA only.
+    from nestq.kernels.linear import linear
+
+    return linear(x, *args)
+
+
+def _linear_16_kernels(*args: Any) -> Tensor:
+    from nestq.kernels.linear import dense_linear
+
+    return dense_linear(*args)
+
+
+def _dual_plane_linear_fake(
+    x: Tensor,
+    base: Tensor,
+    refinement: Tensor | None,
+    scale: Tensor,
+    unit: Tensor | None,
+    *_: Any,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], (base if unit is None else unit).shape[0])
 
 
 _define(
-    "dual_plane_linear(Tensor x, Tensor base, Tensor? refinement, Tensor scale, Tensor? bias, "
-    "int group_size, int overlap) -> Tensor",
-    nested_linear,
-    _linear_fake,
+    "dual_plane_linear(Tensor x, Tensor base, Tensor? refinement, Tensor scale, Tensor? unit, "
+    "Tensor? bias, int group_size, int overlap) -> Tensor",
+    _dual_plane_linear,
+    _dual_plane_linear_fake,
+    _dual_plane_linear_kernels,
 )
 
-_define("linear_16(Tensor x, Tensor weight, Tensor? bias) -> Tensor", linear_16, _linear_fake)
+_define(
+    "linear_16(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    linear_16,
+    lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    _linear_16_kernels,
+)
 
 _define(
     "kv_append(Tensor states, Tensor positions, Tensor(a!) base, Tensor(b!) refinement, "

@@ -52,6 +52,8 @@ class NestedQuantTensor(TorchAOBaseTensor):
     base: Tensor
     scale: Tensor
     refinement: Tensor | None
+    unit: Tensor | None = None
+    """Set where planes lie in the order of GPU kernels: see ``TiledQuantTensor``."""
     group_size: int
     overlap: int
     in_features: int
@@ -162,12 +164,25 @@ class NestedQuantTensor(TorchAOBaseTensor):
         """``x @ W.T + bias`` with W of a view; the draft never touches the refinement."""
         return linear_in_view(x, self, bias, view)
 
+    def stored_scale_dtype(self) -> torch.dtype:
+        """Dtype of the scales in files."""
+        return self.scale.dtype
+
+    def canonical(self) -> "NestedQuantTensor":
+        """The weight in the order of files, on the same device."""
+        return self
+
+    @classmethod
+    def in_own_order(cls, weight: "NestedQuantTensor") -> "NestedQuantTensor":
+        """A weight in the order of this class, on the same device."""
+        return weight.canonical()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         planes = "base" if self.refinement is None else "base + refinement"
         return (
-            f"NestedQuantTensor(shape={tuple(self.shape)}, planes={planes}, "
+            f"{type(self).__name__}(shape={tuple(self.shape)}, planes={planes}, "
             f"group_size={self.group_size}, overlap={self.overlap}, "
-            f"scale={self.scale.dtype}, dtype={self.dtype}, device={self.device})"
+            f"scale={self.stored_scale_dtype()}, dtype={self.dtype}, device={self.device})"
         )
 
 
@@ -195,6 +210,7 @@ def linear_in_view(x: Tensor, weight: NestedQuantTensor, bias: Tensor | None, vi
         weight.base,
         refinement_of_view(weight, view),
         weight.scale,
+        weight.unit,
         bias,
         weight.group_size,
         weight.overlap,
@@ -237,7 +253,7 @@ def _linear_outside_views(
 
 @implements(aten.slice.Tensor)
 def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    self, dim, start, end, step = _slice_arguments(*args, **kwargs)
+    self, dim, start, end, step = slice_arguments(*args, **kwargs)
     if dim not in (0, -2) or step != 1:
         raise NotImplementedError(
             "NestedQuantTensor can be sliced along rows (dim 0) with step 1 only, "
@@ -247,38 +263,36 @@ def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     return return_and_correct_aliasing(func, args, kwargs, rows)
 
 
-def _slice_arguments(
+def slice_arguments(
     self: NestedQuantTensor,
     dim: int = 0,
     start: int | None = None,
     end: int | None = None,
     step: int = 1,
 ) -> tuple[NestedQuantTensor, int, int | None, int | None, int]:
+    """Arguments of ``aten.slice`` with its defaults."""
     return self, dim, start, end, step
 
 
 @implements(aten._to_copy.default)
 def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Move planes to a device; a new dtype changes what the tensor stands for, never a code."""
+    """Move planes to a device, which may read them in another order.
+
+    A new dtype changes what the tensor stands for, never a code.
+    """
+    # The other order's module builds on this one.
+    from nestq.tiled_tensor import in_order_of_device
+
     self = args[0]
     target = self._get_to_kwargs(*args[1:], **kwargs)
 
     def move(plane: Tensor) -> Tensor:
         return plane.to(target["device"], non_blocking=target["non_blocking"], copy=True)
 
-    return _replace(self, move, hp_dtype=target["dtype"])
-
-
-def _replace(self: NestedQuantTensor, fn: Any, hp_dtype: torch.dtype) -> NestedQuantTensor:
-    return NestedQuantTensor(
-        fn(self.base),
-        fn(self.scale),
-        self.group_size,
-        self.overlap,
-        self.in_features,
-        hp_dtype,
-        None if self.refinement is None else fn(self.refinement),
-    )
+    moved = self._apply_fn_to_data(move)
+    names, attributes = moved.__tensor_flatten__()
+    planes = {name: getattr(moved, name) for name in names}
+    return in_order_of_device(type(self)(**planes, **attributes | {"hp_dtype": target["dtype"]}))
 
 
 @implements([aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other])
@@ -296,6 +310,7 @@ def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     ours, theirs = _storage_format(self), _storage_format(source)
     if ours != theirs:
         raise ValueError(f"source must be stored as {ours}, got {theirs}")
+    source = self.in_own_order(source)
     for name in self.__tensor_flatten__()[0]:
         getattr(self, name).copy_(getattr(source, name))
     return self
@@ -307,7 +322,7 @@ def _storage_format(tensor: NestedQuantTensor) -> dict[str, Any]:
         "shape": tuple(tensor.shape),
         "group_size": tensor.group_size,
         "overlap": tensor.overlap,
-        "scale": tensor.scale.dtype,
+        "scale": tensor.stored_scale_dtype(),
         "refinement": tensor.refinement is not None,
     }
 

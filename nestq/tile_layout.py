@@ -7,6 +7,8 @@ With ``lane = 4 * g + t``, byte ``16 * lane + 8 * half + 4 * slot + j`` holds in
 code of row ``g + 8 * half`` and column ``8 * t + 4 * slot + j`` and in its high nibble that of the
 same row, 32 columns on.
 
+The scales of rows g and g + 8 lie side by side, so that a lane reads both in one 32-bit word.
+
 Activations come in tiles of 8 tokens and 64 columns in the same order: byte ``16 * lane + 8 * chunk
 + 4 * slot + j`` holds token g, column ``32 * chunk + 8 * t + 4 * slot + j``.
 """
@@ -42,8 +44,27 @@ def untile_plane(tiles: Tensor, rows: int, group_size: int, groups: int) -> Tens
 
 
 def tile_scale(codes: Tensor) -> Tensor:
-    """Scale codes int16 ``[N, G]`` to ``[ceil(N / 16), G, 16]``."""
-    return _pad(codes, TILE_ROWS).unflatten(0, (-1, TILE_ROWS)).mT.contiguous()
+    """Scale codes int16 ``[N, G]`` to ``[ceil(N / 16), G, 16]``; g + 8 * half at 2 * g + half."""
+    tiles = _pad(codes, TILE_ROWS).unflatten(0, (-1, 2, TILE_ROWS // 2))
+    return tiles.permute(0, 3, 2, 1).reshape(tiles.shape[0], -1, TILE_ROWS)
+
+
+def untile_scale(tiles: Tensor, rows: int) -> Tensor:
+    """Inverse of :func:`tile_scale`: ``[rows, G]``."""
+    halves = tiles.unflatten(2, (TILE_ROWS // 2, 2))
+    return halves.permute(0, 3, 2, 1).flatten(0, 2)[:rows]
+
+
+def canonical_planes(
+    base: Tensor, refinement: Tensor | None, scale: Tensor, unit: Tensor, group_size: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Base and refinement uint8 ``[N, Kp / 2]`` and float32 scale ``[N, G]`` of planes in tiles."""
+    rows, groups = unit.shape[0], scale.shape[1]
+    canonical_base = untile_plane(base, rows, group_size, groups)
+    canonical_refinement = None
+    if refinement is not None:
+        canonical_refinement = untile_plane(refinement, rows, group_size, groups)
+    return canonical_base, canonical_refinement, untile_scale(scale, rows).float() * unit[:, None]
 
 
 def tile_activation(codes: Tensor) -> Tensor:

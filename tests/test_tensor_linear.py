@@ -11,6 +11,7 @@ from torch import Tensor
 from nestq.reference import weights as reference
 from nestq.reference.linear import quantize_activation
 from nestq.tensor import NestedQuantTensor
+from nestq.tiled_tensor import TiledQuantTensor
 from nestq.view import nest_view
 
 VIEWS = ("draft", "target")
@@ -187,10 +188,13 @@ def test_opcheck(view: str, shape: tuple[int, ...], has_bias: bool, dtype: torch
     weight = NestedQuantTensor.from_hp(random(7, 100), 32)
     refinement = weight.refinement if view == "target" else None
     x, bias = random(*shape).to(dtype), random(7).to(dtype) if has_bias else None
-    torch.library.opcheck(
-        torch.ops.nestq.dual_plane_linear.default,
-        (x, weight.base, refinement, weight.scale, bias, 32, 8),
-    )
+    tiled = TiledQuantTensor.from_canonical(weight)
+    tiled_refinement = tiled.refinement if view == "target" else None
+    for planes in (
+        (weight.base, refinement, weight.scale, None),
+        (tiled.base, tiled_refinement, tiled.scale, tiled.unit),
+    ):
+        torch.library.opcheck(torch.ops.nestq.dual_plane_linear.default, (x, *planes, bias, 32, 8))
     torch.library.opcheck(torch.ops.nestq.linear_16.default, (x, random(7, 100).to(dtype), bias))
 
 

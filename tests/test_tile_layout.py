@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestq.reference.weights import pack_base, unpack_base
-from nestq.tile_layout import tile_activation, tile_plane, tile_scale, untile_plane
+from nestq.tile_layout import tile_activation, tile_plane, tile_scale, untile_plane, untile_scale
 
 GROUP_SIZES = (32, 64, 128)
 
@@ -65,9 +65,12 @@ def test_rows_and_groups_that_fill_no_tile_are_zero() -> None:
     assert codes[17:].count_nonzero() == 0
 
 
-def test_scales_lie_by_tile_group_row() -> None:
-    codes = torch.arange(18 * 3, dtype=torch.int16).view(18, 3)
+def test_scales_lie_by_tile_group_and_pair_of_rows() -> None:
+    codes = torch.arange(1, 18 * 3 + 1, dtype=torch.int16).view(18, 3)
     tiles = tile_scale(codes)
     assert tiles.shape == (2, 3, 16)
-    assert tiles[1, 2, 1] == codes[17, 2]
-    assert tiles[1, :, 2:].count_nonzero() == 0
+    assert tiles[0, 2, 2 * 3].equal(codes[3, 2])
+    assert tiles[0, 2, 2 * 3 + 1].equal(codes[11, 2])
+    assert tiles[1, 2, 2 * 1] == codes[17, 2]
+    assert tiles[1].count_nonzero() == 2 * 3
+    assert torch.equal(untile_scale(tiles, 18), codes)

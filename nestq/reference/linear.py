@@ -21,17 +21,19 @@ from nestq.reference.weights import (
 
 # Weight rows are unpacked in blocks of about this many codes, so that they stay in a CPU's cache.
 CACHED_CODES = 1 << 20
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     """Per-token symmetric INT8: codes int8 ``[M, K]`` and scale float32 ``[M, 1]``.
 
-    A row of zeros gets scale 0 and zero codes.
+    A row of zeros gets zero codes, and so does one whose scale has no inverse in float32.
     """
     x = x.float()
     scale = x.abs().amax(-1, keepdim=True) / 127
-    safe = torch.where(scale > 0, scale, 1)
-    return (x / safe).round().clamp(-127, 127).to(torch.int8), scale
+    # One division a row instead of one a value: kernels do the same.
+    inverse = 1 / torch.where(scale > SMALLEST_SCALE, scale, 1)
+    return (x * inverse).round().clamp(-127, 127).to(torch.int8), scale
 
 
 @cache

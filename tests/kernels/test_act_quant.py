@@ -7,6 +7,7 @@ from kernel_device import device
 from torch import Tensor
 
 from nestq.kernels.act_quant import act_quant
+from nestq.kernels.prefill_linear import arrange_activation
 from nestq.reference.linear import quantize_activation
 from nestq.reference.weights import pad_to_groups
 from nestq.tile_layout import tile_activation
@@ -45,6 +46,15 @@ def test_it_is_the_reference_in_tiles(
     x[0] = 0
     x[-1, 0] = 300
     check(x, act_quant(x.to(device()), group_size), group_size)
+
+
+@pytest.mark.parametrize(("columns", "group_size"), [(64, 64), (1000, 128), (100, 32)])
+def test_in_rows_it_is_arranged_for_many_tokens(columns: int, group_size: int) -> None:
+    x = torch.randn(9, columns)
+    codes, _, scale, _ = act_quant(x.to(device()), group_size, in_rows=True)
+    expected, expected_scale = quantize_activation(x)
+    assert torch.equal(codes.cpu(), arrange_activation(expected, group_size))
+    assert torch.equal(scale.cpu()[:9], expected_scale[:, 0])
 
 
 def test_halves_round_to_even() -> None:

@@ -1,0 +1,86 @@
+"""Linear layers on a GPU: ``nestq::dual_plane_linear`` and ``nestq::linear_16``."""
+
+import torch
+from torch import Tensor
+
+from nestq.kernels.act_quant import act_quant
+from nestq.kernels.arguments import FLOATS, check_planes
+from nestq.kernels.dual_plane_linear import MAX_TOKENS, dual_plane_linear
+from nestq.kernels.linear_16 import MAX_TOKENS as MAX_DENSE_TOKENS
+from nestq.kernels.linear_16 import linear_16
+from nestq.kernels.prefill_linear import prefill_linear
+from nestq.reference import linear as reference
+
+
+def linear(
+    x: Tensor,
+    base: Tensor,
+    refinement: Tensor | None,
+    scale: Tensor,
+    unit: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    overlap: int,
+) -> Tensor:
+    """``x @ W.T + bias``: quantize the activations to INT8, then multiply by the planes in tiles.
+
+    Args:
+        x: ``[..., K]`` float16, bfloat16 or float32.
+        base: uint8 ``[ceil(N / 16), blocks, 512]``.
+        refinement: the same, or None for the draft's weight.
+        scale: int16 ``[ceil(N / 16), G, 16]``, in units of their row.
+        unit: float32 ``[N]``.
+        bias: ``[N]`` or None.
+        group_size: codes that share a scale.
+        overlap: base steps are divided in this many target steps.
+
+    Returns:
+        ``[..., N]`` in the dtype of x.
+
+    Raises:
+        ValueError: an argument has another dtype, device or shape.
+    """
+    if unit is None:
+        raise ValueError(
+            "base must lie in tiles on a GPU, got planes in the order of files: move the weight "
+            "there with .to(device), which changes the order"
+        )
+    check_planes(base, refinement, scale, unit, bias, group_size, x.device)
+    if x.dtype not in FLOATS:
+        raise ValueError(f"x must be float16, bfloat16 or float32, got {x.dtype}")
+    groups = -(-x.shape[-1] // group_size)
+    if groups != scale.shape[1]:
+        raise ValueError(
+            f"x must have as many columns as the weight, {scale.shape[1]} groups of {group_size}, "
+            f"got shape {tuple(x.shape)}"
+        )
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    tokens = rows.shape[0]
+    out = torch.empty(tokens, unit.shape[0], dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return out.view(*x.shape[:-1], unit.shape[0])
+    weight = (base, refinement, scale, unit, bias, group_size, overlap)
+    codes, sums, step, _ = act_quant(rows, group_size, in_rows=tokens > MAX_TOKENS)
+    if tokens > MAX_TOKENS:
+        prefill_linear(codes, step[:tokens], *weight, out)
+    else:
+        dual_plane_linear(codes, sums, step, *weight, out)
+    return out.view(*x.shape[:-1], unit.shape[0])
+
+
+def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` of a dense weight; a row's bits do not depend on the other rows.
+
+    Args:
+        x: ``[..., K]`` float16, bfloat16 or float32.
+        weight: ``[N, K]``, in the dtype of x.
+        bias: ``[N]`` or None.
+    """
+    if x.dtype == torch.float32:
+        # There is no kernel: the reference calls a matrix product for each row.
+        return reference.linear_16(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    parts = [linear_16(part, weight, bias) for part in rows.split(MAX_DENSE_TOKENS)]
+    return torch.cat(parts).view(*x.shape[:-1], weight.shape[0])
