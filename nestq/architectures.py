@@ -6,7 +6,7 @@ This file alone knows module names. Everything else asks `describe` and works wi
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -172,11 +172,9 @@ class Architecture:
                 yield f"{self.layer_name(index)}.{name}", self.linear(index, name)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile` wrapped; the module itself when it is not wrapped."""
-    original = getattr(model, "_orig_mod", model)
-    assert isinstance(original, nn.Module)
-    return original
+def unwrap(model: Any) -> Any:
+    """The module that `torch.compile` wrapped; what is not wrapped comes back as it is."""
+    return getattr(model, "_orig_mod", model)
 
 
 def describe(model: nn.Module) -> Architecture:

@@ -4,7 +4,7 @@ Only one layer's activations exist at a time, and only one layer's weights need 
 device, so that a model larger than the device's memory can be calibrated.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from numbers import Integral
 from typing import Any
@@ -52,6 +52,11 @@ def calibration_windows(
         if items.dim() not in (1, 2):
             raise ValueError(f"calibration must be a 1-D or 2-D tensor, got {tuple(items.shape)}")
         items = list(items if items.dim() == 2 else [items])
+    if not isinstance(items, Iterable):
+        raise TypeError(
+            "calibration must be a list of texts or of token ids, or a dataset, "
+            f"got {type(items).__name__}"
+        )
     items = list(items)
     if not items:
         raise ValueError("calibration is empty; pass None to round to nearest without it")

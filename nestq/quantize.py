@@ -15,6 +15,7 @@ from torchao.quantization import quantize_ as torchao_quantize_
 from torchao.quantization.transform_module import register_quantize_module_handler
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from nestq.architectures import (
     HEAD,
@@ -23,6 +24,7 @@ from nestq.architectures import (
     describe,
     unwrap,
 )
+from nestq.argument_checks import check_int, check_type, usable_device
 from nestq.calibration import (
     LayerInputs,
     Process,
@@ -30,7 +32,7 @@ from nestq.calibration import (
     evaluation_mode,
     sweep_layers,
 )
-from nestq.hf_quantizer import attach
+from nestq.hf_quantizer import attach, refuse_compiled_parts
 from nestq.nesting import Nester, install
 from nestq.recipes import NestedRecipe, W8A8Recipe
 from nestq.report import QuantizationReport
@@ -91,9 +93,7 @@ def quantize_(
         UnsupportedArchitectureError: the model's structure is unknown, and the recipe needs it.
         CalibrationError: calibration met NaN, infinity or a singular layer.
     """
-    model = unwrap(model)
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+    model = check_type("model", unwrap(model), PreTrainedModel, "a transformers PreTrainedModel")
     if isinstance(recipe, W8A8Recipe):
         _refuse_what_w8a8_ignores(
             calibration=calibration,
@@ -103,8 +103,9 @@ def quantize_(
             device=device,
         )
         return _quantize_w8a8(model, recipe)
-    _check_arguments(recipe, calibration, calibration_length, batch_size)
+    _check_arguments(recipe, calibration, tokenizer, calibration_length, batch_size)
     where = None if device is None else usable_device(device)
+    refuse_compiled_parts(name for name, _ in model.named_modules())
     architecture = _architecture(model, recipe, needed=calibration is not None)
     linears = _dense_linears(model, architecture, recipe)
     windows = None
@@ -151,26 +152,18 @@ def quantize_(
     return report
 
 
-def usable_device(device: torch.device | str) -> torch.device:
-    """The device, once something has been put there.
-
-    Raises:
-        ValueError: nothing can be put there.
-    """
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        raise ValueError(f"device {device!r} cannot be used: {error}") from error
-
-
 def _check_arguments(
-    recipe: object, calibration: Any, calibration_length: object, batch_size: object
+    recipe: NestedRecipe,
+    calibration: Any,
+    tokenizer: object,
+    calibration_length: object,
+    batch_size: object,
 ) -> None:
-    if not isinstance(recipe, NestedRecipe):
-        raise TypeError(f"recipe must be bitnest_w4w8() or w8a8(), got {type(recipe).__name__}")
-    for argument, value in (("calibration_length", calibration_length), ("batch_size", batch_size)):
-        if not (isinstance(value, int) and value >= 1):
-            raise ValueError(f"{argument} must be an int >= 1, got {value!r}")
+    check_type("recipe", recipe, NestedRecipe, "bitnest_w4w8() or w8a8()")
+    if tokenizer is not None:
+        check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, "a transformers tokenizer")
+    check_int("calibration_length", calibration_length, 1)
+    check_int("batch_size", batch_size, 1)
     if recipe.tuning_steps and calibration is None:
         raise ValueError("recipe: tuning_steps needs calibration=, got None")
 
@@ -203,6 +196,7 @@ def _dense_linears(
 ) -> dict[str, nn.Linear]:
     """Linears to quantize by name, in order of evaluation; each can be quantized."""
     if architecture is None:
+        _refuse_conv1d(model)
         left_out = None if recipe.quantize_head else model.get_output_embeddings()
         linears = {
             name: module
@@ -216,6 +210,16 @@ def _dense_linears(
     for name, linear in linears.items():
         _check_linear(name, linear)
     return linears
+
+
+def _refuse_conv1d(model: nn.Module) -> None:
+    """GPT-2 keeps its weights in these, transposed: all but the head would be left dense."""
+    for name, module in model.named_modules():
+        if isinstance(module, Conv1D):
+            raise UnsupportedArchitectureError(
+                f"model: {name} of {type(model).__name__} is a transformers Conv1D, and only "
+                "nn.Linear can be nested"
+            )
 
 
 def _check_linear(name: str, linear: nn.Linear) -> None:
@@ -368,7 +372,8 @@ def _nest_module(module: nn.Module, config: NestedRecipe) -> nn.Module:
     warnings.warn(
         "torchao's quantize_ shows one linear at a time: weights are rounded to nearest and "
         f"refined in closed form. Not applied: {', '.join(ignored)}. "
-        "nestq.quantize_(model, recipe, calibration=texts) applies all and drafts far better",
+        "nestq.quantize_(model, recipe, calibration=texts) applies all and drafts far better. "
+        "Save the model with nestq.save: model.save_pretrained cannot",
         stacklevel=2,
     )
     nester = Nester(done)

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 import torch
 from torchao.core.config import AOBaseConfig
 
+from nestq.argument_checks import check_int
 from nestq.tensor_checks import check_options
 
 RefinementKind = Literal["compensated", "closed_form"]
@@ -18,6 +19,7 @@ _SCALE_DTYPES = {
 }
 _PAPER_OVERLAP = 16
 _DEFAULT_OVERLAP = 8
+_MAX_SEED = (1 << 64) - 1  # of torch.Generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class NestedRecipe(AOBaseConfig):
         tune_codes: tune the base's codes too, not its scales alone. Takes 12 more bytes a weight
             while it tunes.
         scale_dtype: storage of scales: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-        seed: of the rotation and of the order of tuning batches.
+        seed: of the rotation and of the order of tuning batches, 0 to 2^64 - 1.
     """
 
     group_size: int = 64
@@ -60,15 +62,15 @@ class NestedRecipe(AOBaseConfig):
             closed = self.refinement == "closed_form"
             object.__setattr__(self, "overlap", _PAPER_OVERLAP if closed else _DEFAULT_OVERLAP)
         check_options(self.group_size, self.target_overlap)
-        if not (isinstance(self.damping, (int, float)) and 0 < self.damping <= 1):
+        is_number = isinstance(self.damping, (int, float)) and not isinstance(self.damping, bool)
+        if not (is_number and 0 < self.damping <= 1):
             raise ValueError(f"damping must be above 0 and at most 1, got {self.damping!r}")
         for name in ("quantize_head", "tune_codes"):
             _check_bool(name, getattr(self, name))
-        if not (isinstance(self.tuning_steps, int) and self.tuning_steps >= 0):
-            raise ValueError(f"tuning_steps must be an int >= 0, got {self.tuning_steps!r}")
+        check_int("tuning_steps", self.tuning_steps, 0)
         if self.tune_codes and not self.tuning_steps:
             raise ValueError("tune_codes needs tuning_steps of at least 1, got 0")
-        _check_seed(self.seed)
+        check_int("seed", self.seed, 0, _MAX_SEED)
 
     @property
     def target_overlap(self) -> int:
@@ -103,11 +105,15 @@ class W8A8Recipe:
     def __post_init__(self) -> None:
         _check_choice("rotation", self.rotation, get_args(RotationChoice))
         _check_bool("quantize_head", self.quantize_head)
-        _check_seed(self.seed)
+        check_int("seed", self.seed, 0, _MAX_SEED)
 
 
 def bitnest_w4w8(**options: Any) -> NestedRecipe:
-    """The BitNest recipe: W4A8 drafts, W8A8 target. Options: see :class:`NestedRecipe`."""
+    """The BitNest recipe: W4A8 drafts, W8A8 target. Options: see :class:`NestedRecipe`.
+
+    It is for :func:`nestq.quantize_`. ``torchao.quantization.quantize_`` takes it too, and then
+    only :func:`nestq.save` can save the model, not ``model.save_pretrained``.
+    """
     return NestedRecipe(**options)
 
 
@@ -124,8 +130,3 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 def _check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be a bool, got {value!r}")
-
-
-def _check_seed(value: object) -> None:
-    if not isinstance(value, int):
-        raise ValueError(f"seed must be an int, got {value!r}")

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from nestq.argument_checks import check_int
 from nestq.reference import weights as reference
 
 GROUP_SIZES = (32, 64, 128)
@@ -13,10 +14,10 @@ MAX_MAGNITUDE = 2.0**120
 
 def check_options(group_size: int, overlap: int) -> None:
     """Refuse options that the storage format cannot hold."""
-    if group_size not in GROUP_SIZES:
+    # 64.0 equals 64, but nothing can be reshaped by it.
+    if not isinstance(group_size, int) or group_size not in GROUP_SIZES:
         raise ValueError(f"group_size must be one of {GROUP_SIZES}, got {group_size!r}")
-    if not (isinstance(overlap, int) and 1 <= overlap <= MAX_OVERLAP):
-        raise ValueError(f"overlap must be an int from 1 to {MAX_OVERLAP}, got {overlap!r}")
+    check_int("overlap", overlap, 1, MAX_OVERLAP)
 
 
 def check_weight(weight: Tensor, name: str = "weight") -> None:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from nestq.checkpoint import load, read_config, save
+from nestq.checkpoint import check_target, load, read_config, save
 from nestq.hf_quantizer import nested_weights
 from nestq.view import nest_view
 
@@ -104,10 +104,10 @@ def test_compiled_model(model: PreTrainedModel, folder: Path, tmp_path: Path) ->
 
 
 def test_replaces_a_checkpoint_as_a_whole(folder: Path) -> None:
-    (folder / "notes.txt").write_text("of the old one")
+    (folder / "chat_template.jinja").write_text("of the old one")
     other = nested_models.build("qwen3", seed=1)
     save(other, folder)
-    assert not (folder / "notes.txt").exists()
+    assert not (folder / "chat_template.jinja").exists()
     assert_same_model(load(folder), other)
 
 
@@ -180,6 +180,50 @@ def test_refuses_to_replace_anything_else(model: PreTrainedModel, tmp_path: Path
         save(model, tmp_path / "empty")
 
 
+def test_refuses_to_delete_files_that_it_would_not_write(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    target = tmp_path / "model"
+    save(model, target, tiny_tokenizer(), max_shard_size="20KB")
+    save(model, target, tiny_tokenizer(), max_shard_size="20KB")
+    for name in ("notes.txt", "model.safetensors.bak"):
+        (target / name).write_text("precious")
+    with pytest.raises(FileExistsError, match=r"delete: model\.safetensors\.bak, notes\.txt$"):
+        save(model, target)
+    assert (target / "notes.txt").read_text() == "precious"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_refuses_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:
+    for target in ("/proc/model", "/proc/new/parents/model"):
+        with pytest.raises(OSError, match=r"^/proc: nothing can be written here"):
+            check_target(Path(target))
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file: nothing can be written here"):
+        check_target(tmp_path / "file" / "model")
+    check_target(tmp_path / "new" / "parents" / "model")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_refused_target_leaves_the_model(tmp_path: Path) -> None:
+    model = nested_models.nest_(small_models.build("llama-gqa", tied=True))
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="folder is a file"):
+        save(model, tmp_path / "file")
+    assert not hasattr(model, "hf_quantizer")
+    assert not hasattr(model.config, "quantization_config")
+    assert model.config.tie_word_embeddings
+
+
+def test_refuses_arguments_of_other_kinds(model: PreTrainedModel, tmp_path: Path) -> None:
+    for given in (None, "folder"):
+        with pytest.raises(TypeError, match=r"^model must be .* got (NoneType|str)$"):
+            save(given, model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^tokenizer must be .* got str$"):
+        save(model, tmp_path / "model", "tokenizer")
+    assert os.listdir(tmp_path) == []
+
+
 def test_refuses_a_model_that_is_not_nested(tmp_path: Path) -> None:
     dense = small_models.build("llama-gqa")
     with pytest.raises(ValueError, match="no nested weight"):
@@ -188,6 +232,16 @@ def test_refuses_a_model_that_is_not_nested(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="quantized by object, not by nestq"):
         save(dense, tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_parts_that_are_compiled_cannot_be_saved(tmp_path: Path) -> None:
+    model = nested_models.build()
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    message = r"model: model\.layers\.0\._orig_mod\.\S+ is in a part that torch\.compile wrapped"
+    with pytest.raises(ValueError, match=message):
+        model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=message):
+        save(model, tmp_path / "model")
 
 
 # Loading.
@@ -276,6 +330,19 @@ def test_base_alone_can_be_saved(folder: Path, tmp_path: Path) -> None:
     assert_same_model(plain, draft)
     with pytest.raises(ValueError, match=r"holds only the base plane: load it with planes='base'"):
         load(tmp_path / "draft")
+
+
+def test_a_device_that_is_not_there_is_refused_before_loading(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="device 'nowhere' cannot be used"):
+        load(tmp_path / "nowhere", device="nowhere")
+
+
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": {"a": 5}}'])
+def test_an_index_that_is_damaged(model: PreTrainedModel, tmp_path: Path, index: str) -> None:
+    save(model, tmp_path / "model", max_shard_size="20KB")
+    (tmp_path / "model" / f"{WEIGHTS}.index.json").write_text(index)
+    with pytest.raises(ValueError, match=rf"{WEIGHTS}\.index\.json: not an index of safetensors"):
+        load(tmp_path / "model")
 
 
 @pytest.mark.parametrize("planes", ["both", "base"])

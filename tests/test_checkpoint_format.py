@@ -11,6 +11,7 @@ from nestq.checkpoint_format import (
     check_dense_weights,
     check_nested_weights,
     check_planes,
+    check_scales,
     plane_tensors,
     read_headers,
 )
@@ -125,8 +126,30 @@ def test_dense_weights() -> None:
         check_dense_weights(GOOD, {"up.bias": (8,)})
 
 
+def test_a_dense_tensor_too_many_hides_none_that_is_missing() -> None:
+    headers = GOOD | {"extra": StoredTensor("file", "F32", (1,))}
+    check_dense_weights(headers, {"up.bias": (7,)})
+    with pytest.raises(ValueError, match=r"tensor norm\.weight is missing"):
+        check_dense_weights(headers, {"up.bias": (7,), "norm.weight": (7,)})
+
+
 def test_dense_names_that_transformers_changes_are_left_to_it() -> None:
-    check_dense_weights(GOOD, {"model.up.bias": (7,)})
+    check_dense_weights(GOOD, {"model.up.bias": (7,)}, renamed=True)
+    with pytest.raises(ValueError, match=r"up\.bias must be of shape"):
+        check_dense_weights(GOOD, {"up.bias": (8,)}, renamed=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [-1.0, torch.inf, torch.nan])
+def test_scales_that_are_no_scales(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+    path = tmp_path / "model.safetensors"
+    scale = torch.tensor([[0.0, -0.0], [1.0, 2.0]], dtype=dtype)
+    save_file({"up.weight.scale": scale}, path)
+    check_scales(read_headers([path]), ["up"])
+    scale[1, 0] = value
+    save_file({"up.weight.scale": scale}, path)
+    with pytest.raises(ValueError, match=r"up\.weight\.scale must be finite and not negative"):
+        check_scales(read_headers([path]), ["up"])
 
 
 def test_planes() -> None:

@@ -302,10 +302,13 @@ def test_not_trainable(folder: Path) -> None:
         ({"format_version": None}, "format_version must be 1, got None"),
         ({"group_size": 64}, rf"saved/{WEIGHTS}: tensor .* groups of 64"),
         ({"group_size": 48}, r"quantization_config: group_size must be one of"),
+        ({"group_size": 32.0}, r"quantization_config: group_size must be one of"),
         ({"group_size": None}, r"quantization_config: .*'group_size'"),
         ({"overlap": 17}, "quantization_config: overlap must be"),
         ({"planes": "draft"}, "quantization_config: planes must be one of"),
         ({"unheard_of": 1}, "quantization_config: .*'unheard_of'"),
+        ({"modules": 5}, "quantization_config: modules must be a list of names, got 5"),
+        ({"report": 5}, "quantization_config: report must be an object or null, got 5"),
         ({"modules": [UP]}, "belongs to no module that quantization_config lists"),
         (
             {"modules": ["model.layers.9.mlp.up_proj"]},
@@ -330,6 +333,14 @@ def test_config_that_cannot_be_loaded(folder: Path, entries: dict[str, Any], mes
         (lambda t: t.pop(f"{UP}.weight.refinement"), f"{UP}.weight.refinement is missing"),
         (lambda t: t.pop(f"{UP}.weight.scale"), f"{UP}.weight.scale is missing"),
         (lambda t: t.pop("model.norm.weight"), r"tensor model\.norm\.weight is missing"),
+        (
+            lambda t: t.update({"extra": t.pop("model.norm.weight")}),
+            r"tensor model\.norm\.weight is missing",
+        ),
+        (
+            lambda t: t[f"{UP}.weight.scale"][3].fill_(torch.nan),
+            rf"saved/{WEIGHTS}: tensor {UP}.weight.scale must be finite",
+        ),
         (
             lambda t: t.update({f"{UP}.weight.base": t[f"{UP}.weight.base"][:-1].clone()}),
             r"must be U8 of shape \(100, 32\).*100 x 48.*found U8 of shape \(99, 32\)",

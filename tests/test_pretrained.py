@@ -77,9 +77,11 @@ def test_gguf_loads_from_a_path_and_from_a_folder(tmp_path: Path) -> None:
     assert tokenizer.padding_side == "left"
 
     again, _ = pretrained.load_model(tmp_path, torch.float32, gguf_file="tiny.gguf")
-    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+    weights = pretrained.load_weights(path)
+    for a, b, c in zip(model.parameters(), again.parameters(), weights.parameters(), strict=True):
         assert b.dtype == torch.float32
         assert torch.equal(a, b.bfloat16())
+        assert torch.equal(a, c)
 
 
 @pytest.mark.parametrize(("pre_tokenizer", "splits"), [("smollm", True), ("gpt-2", False)])
@@ -136,6 +138,13 @@ def test_the_config_of_a_hub_repository(monkeypatch: pytest.MonkeyPatch, tmp_pat
     for source in ("dense/model", tmp_path):
         with pytest.raises(ValueError, match="not a nestq checkpoint"):
             pretrained.read_nested_config(source)
+
+
+@pytest.mark.parametrize("source", ["smollm2-135m", "model.gguf", Path("model.gguf")])
+def test_a_gguf_model_is_not_nested(source: str | Path) -> None:
+    message = f"^{source}: the model is not nested; `nestq quantize {source} --out FOLDER` nests it"
+    with pytest.raises(ValueError, match=message):
+        pretrained.read_nested_config(source)
 
 
 @pytest.mark.usefixtures("no_network")

@@ -104,6 +104,7 @@ def test_torchao_quantize_rounds_to_nearest_and_says_so(
         torchao.quantization.quantize_(model, bitnest_w4w8(group_size=32, **options))
     (warning,) = [entry for entry in warned if "one linear at a time" in str(entry.message)]
     assert f"Not applied: {ignored}. nestq.quantize_" in str(warning.message)
+    assert "Save the model with nestq.save" in str(warning.message)
     with pytest.warns(UserWarning, match=UNCALIBRATED):
         quantize_(expected, bitnest_w4w8(group_size=32, rotation="none"), progress=False)
     assert len(nested_weights(model)) == LINEARS

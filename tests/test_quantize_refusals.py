@@ -11,6 +11,7 @@ import torch
 from quantized_models import RECIPE, calibration, distance, logits, neox, quantized
 from test_calibration import REFUSED, assert_no_trace, letters
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from nestq import bitnest_w4w8, quantize_, w8a8
 from nestq.architectures import UnsupportedArchitectureError, describe
@@ -51,7 +52,12 @@ def test_refused_calibration_leaves_the_model(
     [
         ({"batch_size": 0}, ValueError, "batch_size must be"),
         ({"batch_size": 1.5}, ValueError, "batch_size must be"),
+        ({"batch_size": True}, ValueError, "batch_size must be"),
         ({"calibration_length": 0}, ValueError, "calibration_length must be"),
+        ({"calibration": 5}, TypeError, "calibration must be a list .* got int"),
+        ({"tokenizer": "x"}, TypeError, "tokenizer must be a transformers tokenizer, got str"),
+        ({"device": 3.5}, ValueError, r"device 3\.5 cannot be used"),
+        ({"device": "meta"}, ValueError, "device 'meta' cannot be used"),
         ({"device": "nowhere"}, ValueError, "device 'nowhere' cannot be used"),
         ({"recipe": "bitnest"}, TypeError, "recipe must be .* got str"),
         ({"recipe": bitnest_w4w8(tuning_steps=1), "calibration": None}, ValueError, "tuning_steps"),
@@ -116,6 +122,28 @@ def test_an_unknown_architecture_is_refused(recipe: Any, calibrated: bool) -> No
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(TypeError, match="model must be a transformers PreTrainedModel, got Linear"):
         quantize_(nn.Linear(4, 4), RECIPE)
+    with pytest.raises(TypeError, match=r"model must be .* got NoneType"):
+        quantize_(None, RECIPE)  # type: ignore[arg-type]
+
+
+def test_a_model_with_compiled_parts_is_refused() -> None:
+    model = small_models.build("llama-gqa", tied=True)
+    before = snapshot(model)
+    original = model.model.layers[1]
+    model.model.layers[1] = torch.compile(original)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\._orig_mod is in a part that"):
+        quantize_(model, RECIPE, calibration=calibration(model), progress=False)
+    model.model.layers[1] = original
+    assert_unchanged(model, before)
+
+
+def test_a_model_of_conv1d_is_refused() -> None:
+    with torch.random.fork_rng(devices=[]):
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=48, n_layer=1, n_head=4)).eval()
+    before = snapshot(model)
+    with pytest.raises(UnsupportedArchitectureError, match=r"h\.0\.attn\.c_attn .* Conv1D"):
+        quantize_(model, bitnest_w4w8(rotation="none"), progress=False)
+    assert_unchanged(model, before)
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, bitnest_w4w8(rotation="none"), w8a8(rotation="none")])

@@ -13,6 +13,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MambaForCausalLM,
+    MaxLengthCriteria,
     PreTrainedModel,
     StoppingCriteriaList,
     T5Config,
@@ -22,7 +23,7 @@ from transformers import (
 
 from nestq.kv_cache import NestedKVCache, cache_keyword
 from nestq.speculative import decode, speculative_generate
-from nestq.speculative.requests import check_rotary, count_pads
+from nestq.speculative.requests import check_inputs, check_rotary
 
 
 def refuses(message: str, model: Any, tokens: Any, **options: Any) -> None:
@@ -151,6 +152,8 @@ def test_a_model_with_the_base_plane_alone() -> None:
 def test_a_model_in_training_mode() -> None:
     model = copy.deepcopy(nested_model()).train()
     refuses(r"call model\.eval\(\) first", model, small_models.tokens(model))
+    model.eval().model.layers[1].mlp.train()
+    refuses(r"model\.layers\.1\.mlp is in training mode", model, small_models.tokens(model))
 
 
 @pytest.mark.parametrize(
@@ -174,11 +177,82 @@ def test_positions_of_the_user() -> None:
 def test_inputs_of_other_kinds() -> None:
     tokens = torch.ones(2, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match="token_type_ids is not supported"):
-        count_pads(tokens, {"token_type_ids": tokens, "use_cache": True, "attention_mask": None})
-    with pytest.raises(ValueError, match="at least one token"):
-        count_pads(tokens[:, :0], {})
-    with pytest.raises(ValueError, match=r"shape of input_ids, \(2, 4\), got \(1, 4\)"):
-        count_pads(tokens, {"attention_mask": tokens[:1]})
+        check_inputs({"token_type_ids": tokens, "use_cache": True, "attention_mask": None})
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (
+            torch.ones(4, dtype=torch.int64),
+            r"input_ids must be .* got torch\.int64 of shape \(4,\)",
+        ),
+        (torch.ones(1, 1, 4, dtype=torch.int64), r"input_ids must be .* of shape \(1, 1, 4\)"),
+        (torch.ones(1, 4), r"input_ids must be an integer tensor .* got torch\.float32"),
+        (torch.ones(1, 4, dtype=torch.bool), r"input_ids must be an integer .* got torch\.bool"),
+        ([[1, 2]], r"input_ids must be an integer tensor .* got \[\[1, 2\]\]"),
+        (torch.ones(1, 0, dtype=torch.int64), "input_ids must hold at least one token a row"),
+        (torch.ones(0, 4, dtype=torch.int64), "input_ids must hold at least one token a row"),
+        (torch.tensor([[5, 97]]), "input_ids must be from 0 to 96 .* got 5 to 97"),
+        (torch.tensor([[-1, 5]]), "input_ids must be from 0 to 96 .* got -1 to 5"),
+    ],
+)
+def test_prompts_that_are_no_token_ids(ids: Any, message: str) -> None:
+    model = nested_model()
+    with pytest.raises(ValueError, match=message):
+        speculative_generate(model, ids, max_new_tokens=4)
+    with pytest.raises(ValueError, match=message):
+        speculative_generate(model, input_ids=ids, max_new_tokens=4)
+
+
+def test_prompts_of_narrow_integers() -> None:
+    model = nested_model()
+    tokens = small_models.tokens(model)
+    expected = speculative_generate(model, tokens, max_new_tokens=4)
+    narrow = speculative_generate(model, tokens.int(), max_new_tokens=4)
+    assert torch.equal(narrow, expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (2, 3), (2, 5), (4,), (2, 1, 4)])
+def test_masks_of_another_shape(shape: tuple[int, ...]) -> None:
+    model = nested_model()
+    tokens = small_models.tokens(model, 2, 4)
+    mask = torch.ones(shape, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"attention_mask must have the shape of .* \(2, 4\), got"):
+        speculative_generate(model, tokens, attention_mask=mask, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("chunk", [0, -1, "x", 2.0, True])
+def test_prefill_chunks(chunk: Any) -> None:
+    model = nested_model()
+    tokens = small_models.tokens(model)
+    refuses("prefill_chunk_size must be an int >= 1", model, tokens, prefill_chunk_size=chunk)
+
+
+@pytest.mark.parametrize("name", ["stopping_criteria", "logits_processor"])
+def test_criteria_and_processors_come_in_lists(name: str) -> None:
+    model = nested_model()
+    with pytest.raises(ValueError, match=f"^{name} must be a list, got MaxLengthCriteria"):
+        run(model, small_models.tokens(model), gamma=2, **{name: MaxLengthCriteria(40)})
+
+
+@pytest.mark.parametrize("strings", [[], "", ["a", ""], [5], 5])
+def test_stop_strings_that_are_none(strings: Any) -> None:
+    model = nested_model()
+    with pytest.raises(ValueError, match=r"^stop_strings must be a string or a list of strings"):
+        run(model, small_models.tokens(model), gamma=2, stop_strings=strings)
+
+
+def test_a_streamer_that_is_none() -> None:
+    model = nested_model()
+    with pytest.raises(ValueError, match=r"^streamer must have put and end, got str"):
+        run(model, small_models.tokens(model), gamma=99, streamer="stdout")
+
+
+def test_a_soft_cap_on_attention() -> None:
+    model = nested_model("gemma2")
+    message = r"Gemma2ForCausalLM has attn_logit_softcapping=50\.0"
+    refuses(message, model, small_models.tokens(model))
 
 
 def test_caches() -> None:

@@ -18,6 +18,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from nestq.architectures import unwrap
 from nestq.attention import nested_attention_implementation
 from nestq.kv_cache import NestedKVCache
 from nestq.kv_policy import KVPolicy
@@ -89,8 +90,9 @@ def speculative_generate(
     Raises:
         ValueError: an argument or option is wrong or not supported; nothing was computed.
     """
+    requests.check_streamer(streamer)
     try:
-        original = getattr(model, "_orig_mod", model)
+        original = unwrap(model)
         requests.check_gamma(gamma)
         requests.check_model(original)
         requests.check_keywords(generate_kwargs)
@@ -98,7 +100,10 @@ def speculative_generate(
         requests.check_options(option)
         if kv is not None:
             KVPolicy.parse(kv)
-        if option("stop_strings"):
+        prompts = generate_kwargs.get("input_ids") if inputs is None else inputs
+        if prompts is not None:
+            requests.check_prompts(original, prompts, generate_kwargs.get("attention_mask"))
+        if option("stop_strings") is not None:
             generate_kwargs |= _stop_strings_as_criteria(option, tokenizer)
         loop = partial(decode, gamma=gamma, kv=kv, streamer=streamer, forward=model)
         return original.generate(inputs, custom_generate=loop, streamer=streamer, **generate_kwargs)
@@ -123,8 +128,11 @@ def decode(
 ) -> Tensor | SpeculativeOutput:
     """The decoding loop, for ``model.generate(..., custom_generate=nestq.decode, gamma=4)``.
 
-    Transformers calls it with what ``generate`` prepared. It does not pass on a streamer or a
-    tokenizer: for streaming and stop strings use :func:`speculative_generate`.
+    Transformers calls it with what ``generate`` prepared, and keeps some arguments of ``generate``
+    to itself. A streamer and a tokenizer do not come here: for streaming and stop strings use
+    :func:`speculative_generate`. Nor do ``assistant_model``, ``negative_prompt_ids``,
+    ``negative_prompt_attention_mask`` and ``synced_gpus``: they are ignored on this way, while
+    :func:`speculative_generate` refuses them.
 
     Args:
         model: the model whose ``generate`` was called.
@@ -141,10 +149,12 @@ def decode(
     Returns:
         As :func:`speculative_generate`.
     """
-    batch, width = input_ids.shape
     requests.check_gamma(gamma)
     requests.check_model(model)
     requests.check_options(lambda name: getattr(generation_config, name, None))
+    requests.check_inputs(model_kwargs)
+    requests.check_prompts(model, input_ids, model_kwargs.get("attention_mask"))
+    batch, width = input_ids.shape
     requests.check_processors(logits_processor, batch)
     stopping = Stopping(stopping_criteria)
     pad_token = _pad_token(generation_config, stopping, batch)
@@ -287,8 +297,15 @@ def _stop_strings_as_criteria(
     option: Callable[[str], Any], tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, Any]:
     """Keywords of ``generate`` that stop at strings; it would not see the tokenizer itself."""
+    strings = option("stop_strings")
+    listed = [strings] if isinstance(strings, str) else strings
+    if not (isinstance(listed, list) and listed and all(isinstance(s, str) and s for s in listed)):
+        raise ValueError(
+            "stop_strings must be a string or a list of strings, none of them empty, "
+            f"got {strings!r}"
+        )
     if tokenizer is None:
         raise ValueError("tokenizer must be given with stop_strings, got None")
-    criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=option("stop_strings"))
+    criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=listed)
     given = option("stopping_criteria") or []
     return {"stop_strings": None, "stopping_criteria": StoppingCriteriaList([*given, criterion])}

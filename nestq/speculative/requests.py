@@ -13,11 +13,13 @@ from transformers import (
     SynthIDTextWatermarkLogitsProcessor,
 )
 
+from nestq.argument_checks import check_int, first_in_training
 from nestq.kv_cache import NestedKVCache
 from nestq.kv_policy import KVPolicy
 from nestq.tensor import NestedQuantTensor
 
 MAX_GAMMA = 16
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # What transformers calls the cache: the newer and the older name.
 CACHES = ("cache", "past_key_values")
 
@@ -66,8 +68,13 @@ _KEYWORDS = {
 
 def check_gamma(gamma: int) -> None:
     """Refuse what is no number of draft tokens."""
-    if not isinstance(gamma, int) or isinstance(gamma, bool) or not 0 <= gamma <= MAX_GAMMA:
-        raise ValueError(f"gamma must be an int from 0 to {MAX_GAMMA}, got {gamma!r}")
+    check_int("gamma", gamma, 0, MAX_GAMMA)
+
+
+def check_streamer(streamer: object) -> None:
+    """Refuse what tokens cannot be given to."""
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise ValueError(f"streamer must have put and end, got {type(streamer).__name__}")
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -97,8 +104,18 @@ def check_model(model: PreTrainedModel) -> None:
             f"model must hold both planes, and {base_only[0]} has the base plane alone: load the "
             "checkpoint with planes='both'"
         )
-    if model.training:
-        raise ValueError("model must be in evaluation mode: call model.eval() first")
+    training = first_in_training(model)
+    if training is not None:
+        raise ValueError(
+            f"model must be in evaluation mode, and {training} is in training mode: call "
+            "model.eval() first"
+        )
+    softcap = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    if softcap is not None:
+        raise ValueError(
+            "model must have no soft cap on attention, and the config of "
+            f"{_name(model)} has attn_logit_softcapping={softcap}"
+        )
 
 
 def check_options(option: Callable[[str], Any]) -> None:
@@ -107,6 +124,9 @@ def check_options(option: Callable[[str], Any]) -> None:
         value = option(name)
         if value not in off:
             raise ValueError(f"{name}={value!r} is not supported: it asks for {meaning}")
+    chunk = option("prefill_chunk_size")
+    if chunk is not None:
+        check_int("prefill_chunk_size", chunk, 1)
 
 
 def check_keywords(keywords: dict[str, Any]) -> None:
@@ -115,6 +135,41 @@ def check_keywords(keywords: dict[str, Any]) -> None:
         value = keywords.get(name)
         if value is not None and value is not False:
             raise ValueError(f"{name} is not supported: {reason}")
+    for name in ("logits_processor", "stopping_criteria"):
+        value = keywords.get(name)
+        if value is not None and not isinstance(value, list):
+            raise ValueError(f"{name} must be a list, got {type(value).__name__}")
+
+
+def check_inputs(model_kwargs: dict[str, Any]) -> None:
+    """Refuse inputs of the model other than token ids, their mask and positions."""
+    known = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHES)
+    unknown = [k for k, value in model_kwargs.items() if k not in known and value is not None]
+    if unknown:
+        raise ValueError(f"{unknown[0]} is not supported: the model is given token ids only")
+
+
+def check_prompts(model: PreTrainedModel, ids: Any, mask: Any) -> None:
+    """Refuse what are no token ids of the model ``[B, n]``, or no mask of theirs (or None)."""
+    if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS or ids.dim() != 2:
+        got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)
+        raise ValueError(f"input_ids must be an integer tensor [batch, tokens], got {got}")
+    if 0 in ids.shape:
+        raise ValueError(
+            f"input_ids must hold at least one token a row, got shape {tuple(ids.shape)}"
+        )
+    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
+        got = str(tuple(mask.shape)) if isinstance(mask, Tensor) else repr(mask)
+        raise ValueError(
+            f"attention_mask must have the shape of input_ids, {tuple(ids.shape)}, got {got}"
+        )
+    embedding: Any = model.get_input_embeddings()
+    vocabulary = len(embedding.weight)
+    low, high = torch.stack(ids.aminmax()).tolist()
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"input_ids must be from 0 to {vocabulary - 1} for {_name(model)}, got {low} to {high}"
+        )
 
 
 def check_processors(processors: LogitsProcessorList, batch: int) -> None:
@@ -136,26 +191,14 @@ def count_pads(tokens: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
     """Left padding of each prompt, int64 ``[B, 1]``.
 
     Args:
-        tokens: int64 ``[B, n]``.
+        tokens: int64 ``[B, n]``, which :func:`check_prompts` let pass.
         model_kwargs: what ``generate`` prepared for the forward pass.
 
     Raises:
-        ValueError: a prompt is empty or padded elsewhere, or there are inputs other than token ids,
-            a mask, and the positions that follow from it.
+        ValueError: a prompt is padded elsewhere, or positions do not follow from the mask.
     """
-    known = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHES)
-    unknown = [k for k, value in model_kwargs.items() if k not in known and value is not None]
-    if unknown:
-        raise ValueError(f"{unknown[0]} is not supported: the model is given token ids only")
-    if tokens.shape[1] == 0:
-        raise ValueError("input_ids must hold at least one token a row, got none")
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(tokens) if mask is None else mask.to(tokens.device)
-    if mask.shape != tokens.shape:
-        raise ValueError(
-            f"attention_mask must have the shape of input_ids, {tuple(tokens.shape)}, "
-            f"got {tuple(mask.shape)}"
-        )
     mask = mask.bool()
     if (mask[:, :-1] & ~mask[:, 1:]).any() or not mask[:, -1].all():
         raise ValueError(

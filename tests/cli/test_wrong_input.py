@@ -51,6 +51,27 @@ WRONG = {
     "tune codes": ("quantize DENSE --out OUT --tune-codes", "tune_codes"),
     "device": ("quantize DENSE --out OUT --calibration none --device warp", "'warp'"),
     "device of eval": ("eval NESTED --reference DENSE --device warp", "'warp'"),
+    "json into a folder": ("eval NESTED --reference DENSE --json FOREIGN", "FOREIGN: a folder"),
+    "out where nothing can be": (
+        "quantize GONE --out FOREIGN/note/x/out",
+        "FOREIGN/note: nothing can be written here",
+    ),
+    "demo where nothing can be": (
+        "demo --folder FOREIGN/note/x",
+        "FOREIGN/note: nothing can be written here",
+    ),
+    "demo into a file": ("demo --folder FOREIGN/note", "note: a file, expected the folder"),
+    "inspect a file": ("inspect FOREIGN/note", "FOREIGN/note: a file, expected the folder"),
+    "generate from the packaged model": (
+        "generate smollm2-135m hi",
+        "smollm2-135m: the model is not nested; `nestq quantize smollm2-135m --out FOLDER` nests",
+    ),
+    "eval of a GGUF file": ("eval x.gguf --reference DENSE", "x.gguf: the model is not nested"),
+    "seed that is too large": (
+        "quantize DENSE --out OUT --seed 18446744073709551616",
+        "seed must be an int from 0 to 18446744073709551615",
+    ),
+    "meta device": ("eval NESTED --reference DENSE --device meta", "'meta' cannot be used"),
     "json": ("eval NESTED --reference DENSE --json GONE/x.json", "GONE/x.json"),
 }
 
@@ -89,6 +110,17 @@ def test_wrong_input_gives_one_line_and_exit_code_2(
     assert printed.err.startswith("nestq")
     assert resolve(message) in printed.err
     assert files(tmp_path) | files(Path(dense).parent) == before
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_json_where_nothing_can_be_written(
+    dense: str, nested: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "load_model", lambda *_: pytest.fail("a model was loaded"))
+
+    assert cli.main(["eval", nested, "--reference", dense, "--json", "/proc/x.json"]) == 2
+    error = capsys.readouterr().err
+    assert error == "nestq eval: /proc: nothing can be written here: No such file or directory\n"
 
 
 def test_too_few_tokens_to_predict(
