@@ -9,7 +9,7 @@ demo: .venv/installed
 	$(BIN)/nestq demo
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -m "not full and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not full and not gpu"
 
 test-full: .venv/installed-dev
 	$(BIN)/python -m pytest -m full

@@ -1,9 +1,9 @@
 """Which configuration a kernel runs with: one readable file per GPU family, or measured once.
 
 No configuration changes a bit of a result, so that measuring can go wrong in speed only. Files map
-the name of a kernel and a bucket of shapes to a configuration. Where neither the family's file
-(``kernels/configs``) nor the user's cache knows a bucket, the candidates are timed and the best is
-kept in the cache.
+the name of a kernel and a bucket of shapes to a configuration. Families that have a file
+(``kernels/configs``) take a good guess for what is not in it. On other GPUs the candidates are
+timed and the best is kept in the user's cache.
 """
 
 import json
@@ -32,7 +32,7 @@ def choose(
     run: Callable[[Config], Any],
     device: torch.device,
 ) -> Config:
-    """The configuration for a bucket of shapes; the first candidate where none can be measured.
+    """The configuration for a bucket of shapes; the first candidate where none is to be measured.
 
     Args:
         kernel: name of the kernel.
@@ -44,20 +44,25 @@ def choose(
     if device.type != "cuda":
         return candidates[0]
     key = f"{kernel} {bucket}"
-    known = _known(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    known, measured_before = _known(
+        torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    )
     # A graph that is being captured cannot wait for a measurement; the next call outside will.
-    if key not in known and torch.cuda.is_current_stream_capturing():
-        return candidates[0]
-    if key not in known:
+    if key not in known and not measured_before and not torch.cuda.is_current_stream_capturing():
         known[key] = list(_fastest(key, candidates, run))
         _save(_cache_file(torch.cuda.get_device_name(device)), key, known[key])
+    if key not in known:
+        return candidates[0]
     return type(candidates[0])(*known[key])  # type: ignore[arg-type]  # named tuples
 
 
 @cache
-def _known(name: str, capability: tuple[int, int]) -> Configs:
+def _known(name: str, capability: tuple[int, int]) -> tuple[Configs, bool]:
+    """What is known of a GPU, and whether its family has a file."""
     family = FAMILY_FILES / f"sm{capability[0]}{capability[1]}.json"
-    return _read(_cache_file(name)) | _read(family)
+    if family.exists():
+        return _read(family), True
+    return _read(_cache_file(name)), False
 
 
 def _read(file: Path) -> Configs:

@@ -336,10 +336,14 @@ def _choose(
     launch: Callable[[LinearConfig], None],
     device: torch.device,
 ) -> LinearConfig:
-    tokens, tiles, blocks = (triton.next_power_of_2(n) for n in (tokens, tiles, blocks))
-    tokens = tokens if tokens in (1, 16, 32, 64) else 8
     guess = LinearConfig(8, 1, 4) if tiles <= 512 or tokens > 8 else LinearConfig(4, 2, 3)
-    bucket = f"{'both planes' if both else 'base'}, {tokens} tokens, {tiles} x {blocks} tiles"
+    # Small weights are not worth a measurement.
+    if tiles * blocks < 4096:
+        return guess
+    tokens = 1 if tokens == 1 else 8 if tokens <= 8 else MAX_TOKENS
+    tiles, blocks = triton.next_power_of_2(tiles), triton.next_power_of_2(blocks)
+    planes = "both planes" if both else "base"
+    bucket = f"{planes}, {tokens} tokens, {tiles} x {blocks} tiles"
     return choose("dual_plane_linear", bucket, [guess, *CANDIDATES], launch, device)
 
 

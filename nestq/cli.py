@@ -13,7 +13,8 @@ from rich.console import Console
 from safetensors import SafetensorError
 from transformers import TextStreamer
 
-from nestq.checkpoint import check_target, read_config, save
+from nestq.argument_checks import usable_device
+from nestq.checkpoint import check_target, check_writable, read_config, save
 from nestq.data import calibration_tokens, load_texts
 from nestq.demo import run_demo
 from nestq.evaluation import (
@@ -24,14 +25,13 @@ from nestq.evaluation import (
     plain_w8a8,
     prompts_to_answer,
     score_text,
-    select_reference_on_gpu,
     texts_to_score,
 )
 from nestq.gptq import CalibrationError
 from nestq.inspection import checkpoint_table
 from nestq.kv_policy import KVPolicy
 from nestq.pretrained import load_model, read_nested_config
-from nestq.quantize import quantize_, usable_device
+from nestq.quantize import quantize_
 from nestq.recipes import RefinementKind, RotationChoice, bitnest_w4w8
 from nestq.speculative import speculative_generate
 from nestq.speculative.requests import check_gamma
@@ -215,8 +215,8 @@ def _add_demo(commands: Any) -> None:
         "nestq demo --prompt 'What is a hash table?'",
     )
     command.add_argument("--folder", type=Path, default=Path("checkpoints/smollm2-135m-demo"))
-    command.add_argument("--prompt", default="Explain in a few sentences why the sky is blue.")
-    command.add_argument("--max-new-tokens", type=_positive, default=96)
+    command.add_argument("--prompt", default="Explain in one sentence why the sky is blue.")
+    command.add_argument("--max-new-tokens", type=_positive, default=64)
 
 
 def _quantize(options: argparse.Namespace, console: Console) -> None:
@@ -282,8 +282,8 @@ def _eval(options: argparse.Namespace, console: Console) -> None:
     config = _fetch(read_nested_config, options.model)
     _check_decoding(options)
     usable_device(options.device)
-    if options.json and not options.json.resolve().parent.is_dir():
-        raise FileNotFoundError(f"--json {options.json}: there is no folder to write it to")
+    if options.json:
+        _check_json(options.json)
     reference, tokenizer = _fetch(load_model, options.reference)
     nested, _ = _fetch(load_model, options.model)
     sequences = texts_to_score(tokenizer, options.tokens)
@@ -291,7 +291,6 @@ def _eval(options: argparse.Namespace, console: Console) -> None:
     # A model without a pad token is padded with any other: the mask hides it.
     pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     pad_token_id = next(token for token in pads if token is not None)
-    select_reference_on_gpu(options.device, console)
     reference.to(options.device)
     nested.to(options.device)
     recipe = config.recipe or {}
@@ -342,6 +341,14 @@ def _fetch(read: Callable[[str], Any], source: str) -> Any:
         if Path(source).expanduser().exists():
             raise
         raise OSError(f"{source}: neither a folder nor a model to fetch: {error}") from error
+
+
+def _check_json(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(f"--json {path}: a folder, expected a file")
+    if not path.resolve().parent.is_dir():
+        raise FileNotFoundError(f"--json {path}: there is no folder to write it to")
+    check_writable(path.resolve().parent)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

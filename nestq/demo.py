@@ -10,23 +10,22 @@ from rich.table import Table
 from transformers import PreTrainedModel, TextStreamer
 
 from nestq.architectures import describe
-from nestq.checkpoint import read_config, save
+from nestq.checkpoint import check_target, read_config, save
 from nestq.data import calibration_tokens, heldout_tokens
 from nestq.evaluation import (
     Evaluation,
     dtype_name,
     score_text,
-    select_reference_on_gpu,
 )
 from nestq.hf_quantizer import nested_weights
-from nestq.pretrained import load_model
+from nestq.pretrained import PACKAGED, load_model, load_weights
 from nestq.quantize import quantize_
 from nestq.recipes import bitnest_w4w8
 from nestq.speculative import DecodingMetrics, SpeculativeOutput, speculative_generate
 
-MODEL = "smollm2-135m"
+MODEL = PACKAGED
 CALIBRATION_TOKENS = 16384
-HELDOUT_TOKENS = 2048
+HELDOUT_TOKENS = 512
 
 
 def run_demo(folder: Path, prompt: str, max_new_tokens: int, console: Console) -> None:
@@ -39,14 +38,14 @@ def run_demo(folder: Path, prompt: str, max_new_tokens: int, console: Console) -
         console: where to print.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    select_reference_on_gpu(device, console)
     if folder.exists():
         read_config(folder)  # refuses what is not a nestq checkpoint
     else:
+        check_target(folder)
         _make_checkpoint(folder, device, console)
     console.print(f"loading {folder}")
     nested, tokenizer = load_model(folder)
-    reference, _ = load_model(MODEL)
+    reference = load_weights(MODEL)
     nested.to(device)  # type: ignore[arg-type]
     reference.to(device)  # type: ignore[arg-type]
 
@@ -146,7 +145,10 @@ def _bytes_table(nested: PreTrainedModel, reference: PreTrainedModel) -> Table:
 
 
 def _decoding_table(metrics: DecodingMetrics, equal: bool, speeds: dict[str, float]) -> Table:
-    table = Table(title=f"Decoding {metrics.tokens} tokens, gamma {metrics.gamma}")
+    table = Table(
+        title=f"Decoding {metrics.tokens} tokens, gamma {metrics.gamma}",
+        caption="One short answer; nestq eval measures acceptance on many.",
+    )
     table.add_column("measure")
     table.add_column("value", justify="right")
     per_position = " ".join(f"{share:.2f}" for share in metrics.acceptance_per_position)

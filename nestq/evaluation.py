@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 import torchao
 import transformers
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
@@ -29,7 +28,6 @@ from nestq.data import (
     tokenize_texts,
 )
 from nestq.kv_cache import NestedKVCache
-from nestq.ops import select_implementation
 from nestq.quantize import quantize_
 from nestq.recipes import RotationChoice, w8a8
 from nestq.speculative import DecodingMetrics, SpeculativeOutput, speculative_generate
@@ -169,13 +167,6 @@ def made_by(
         },
         "recipe": recipe,
     }
-
-
-def select_reference_on_gpu(device: torch.device | str, console: Console) -> None:
-    """Run operators that have no kernel by the reference, and say so; nothing to do on a CPU."""
-    if torch.device(device).type == "cuda":
-        select_implementation("reference")
-        console.print("no CUDA kernels in this version: running the eager reference on the GPU")
 
 
 def nested_logits(model: PreTrainedModel, view: View) -> Logits:

@@ -1,7 +1,7 @@
 """The ``nestq::`` operators: schemas, fakes for torch.compile, and who computes them.
 
-On a CPU the reference computes. On a GPU the kernels do; where there is no kernel the operator
-says so, and the reference runs there only if it was selected by name.
+On a CPU the reference computes. On a GPU the kernels do; the reference runs there only if it was
+selected by name.
 """
 
 from collections.abc import Callable
@@ -42,19 +42,12 @@ def _define(
     schema: str,
     reference: Callable[..., Any],
     fake: Callable[..., Any],
-    kernels: Callable[..., Any] | None = None,
+    kernels: Callable[..., Any],
 ) -> None:
     name = schema.split("(")[0]
 
     def on_gpu(*args: Any) -> Any:
-        if _selected == "reference":
-            return reference(*args)
-        if kernels is None:
-            raise NotImplementedError(
-                f"nestq::{name} has no CUDA kernel in this version. Run on the CPU, or choose the "
-                "eager reference: nestq.select_implementation('reference')"
-            )
-        return kernels(*args)
+        return (reference if _selected == "reference" else kernels)(*args)
 
     _library.define(schema)
     _library.impl(name, reference, "CPU")
@@ -91,6 +84,18 @@ def _linear_16_kernels(*args: Any) -> Tensor:
     return dense_linear(*args)
 
 
+def _kv_append_kernels(*args: Any) -> None:
+    from nestq.kernels.kv_append import kv_append
+
+    kv_append(*args)
+
+
+def _nested_attention_kernels(*args: Any) -> Tensor:
+    from nestq.kernels.nested_attention import nested_attention
+
+    return nested_attention(*args)
+
+
 def _dual_plane_linear_fake(
     x: Tensor,
     base: Tensor,
@@ -122,6 +127,7 @@ _define(
     "Tensor(c!) scale) -> ()",
     kv_append,
     lambda *_: None,
+    _kv_append_kernels,
 )
 
 _define(
@@ -131,4 +137,5 @@ _define(
     "float scaling, int sliding_window, int recent) -> Tensor",
     nested_attention,
     lambda query, *_: torch.empty_like(query, memory_format=torch.contiguous_format),
+    _nested_attention_kernels,
 )

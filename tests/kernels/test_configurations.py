@@ -58,6 +58,7 @@ def test_the_fastest_is_measured_once_and_kept(gpu: torch.device, tmp_path: Path
 def test_the_file_of_the_family_needs_no_measurement(gpu: torch.device, tmp_path: Path) -> None:
     (tmp_path / "sm70.json").write_text('{"kernel shape": [4, 2]}')
     assert configurations.choose("kernel", "shape", CANDIDATES, never, gpu) == Config(4, 2)
+    assert configurations.choose("kernel", "other", CANDIDATES, never, gpu) == CANDIDATES[0]
 
 
 def test_nothing_is_measured_while_a_graph_is_captured(

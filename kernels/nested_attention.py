@@ -1,0 +1,297 @@
+"""Attention over a nested KV cache, or over dense keys and values with the same arithmetic.
+
+For a few queries the splits of the keys are shared out among programs, and a second kernel adds
+them up in order. For many queries, or very many splits, one program takes all splits of its rows.
+Either way a row has the same bits: see ``attention_split``.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from nestq.kernels.attention_kernels import attention_kernel, combine_kernel
+from nestq.kernels.attention_split import SPLIT
+from nestq.kernels.kv_codes import BASE, BOTH, DENSE, RECENT
+from nestq.reference.kv import check_planes, check_positions
+
+MAX_HEAD_DIM = 256
+QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DENSE_DTYPES = (torch.float16, torch.bfloat16)
+# Queries that share out splits; a longer call has work enough without.
+FEW_QUERIES = 16
+# Float32 numbers that a call may keep for its splits.
+PARTIAL_SUMS = 1 << 26
+# Programs that a multiprocessor holds at a time: they use nearly all registers.
+RESIDENT = 2
+
+
+class AttentionConfig(NamedTuple):
+    """How the work is divided: any choice gives the same bits."""
+
+    rows: int
+    """Rows of a program, from all query heads that share keys: 8, 16 or 32."""
+    programs: int
+    """Programs that share out the splits of such rows; 0 has one take them all."""
+
+
+def nested_attention(
+    query: Tensor,
+    positions: Tensor,
+    key_base: Tensor,
+    key_refinement: Tensor | None,
+    key_scale: Tensor,
+    value_base: Tensor,
+    value_refinement: Tensor | None,
+    value_scale: Tensor,
+    scaling: float,
+    sliding_window: int,
+    recent: int,
+    config: AttentionConfig | None = None,
+) -> Tensor:
+    """Softmax attention over a nested cache, as ``nestq.reference.attention`` defines it.
+
+    Nothing waits for the device: on a GPU a position beyond the capacity sees the whole cache.
+
+    Args:
+        query: float16, bfloat16 or float32 ``[B, H, n, D]``, contiguous along D; D is even and at
+            most 256.
+        positions: int64 ``[B, n]``, contiguous; negative for a pad, whose result is zero.
+        key_base: uint8 ``[B, H_kv, S, D / 2]``; all planes and scales are contiguous.
+        key_refinement: the same, or None to read the base only.
+        key_scale: float32 ``[B, H_kv, S]``.
+        value_base: as for keys.
+        value_refinement: as for keys; None for both or for neither.
+        value_scale: as for keys.
+        scaling: factor of the scores.
+        sliding_window: keys that a query sees, itself included; 0 for all.
+        recent: with a refinement, the query at p reads it only in the slots ``j > p - recent``;
+            0 reads it in all slots.
+        config: how the work is divided; None for what suits the shapes.
+
+    Returns:
+        ``[B, H, n, D]`` in the dtype of the query.
+
+    Raises:
+        ValueError: a dtype, device, shape or stride does not fit.
+    """
+    check_planes("key", key_base, key_refinement, key_scale)
+    check_planes("value", value_base, value_refinement, value_scale)
+    if (key_refinement is None) != (value_refinement is None):
+        raise ValueError("key_refinement and value_refinement must both be given or both be None")
+    planes = {
+        "key_base": key_base,
+        "key_refinement": key_refinement,
+        "key_scale": key_scale,
+        "value_base": value_base,
+        "value_refinement": value_refinement,
+        "value_scale": value_scale,
+    }
+    cache = {name: plane for name, plane in planes.items() if plane is not None}
+    _check(query, positions, cache, 2 * key_base.shape[-1], "D / 2")
+    key_fine = key_base if key_refinement is None else key_refinement
+    value_fine = value_base if value_refinement is None else value_refinement
+    return _attend(
+        query,
+        positions,
+        (key_base.view(torch.int8), key_fine.view(torch.int8), key_scale),
+        (value_base.view(torch.int8), value_fine.view(torch.int8), value_scale),
+        scaling / 16,
+        sliding_window,
+        recent,
+        config,
+        (BASE if key_refinement is None else RECENT if recent > 0 else BOTH).value,
+    )
+
+
+def attention_16(
+    query: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    sliding_window: int,
+    config: AttentionConfig | None = None,
+) -> Tensor:
+    """The same attention over 16-bit keys and values, to compare with.
+
+    Args:
+        query: as for :func:`nested_attention`; it is rounded to the dtype of the keys.
+        positions: as for :func:`nested_attention`.
+        keys: float16 or bfloat16 ``[B, H_kv, S, D]``, contiguous.
+        values: the same.
+        scaling: factor of the scores.
+        sliding_window: keys that a query sees, itself included; 0 for all.
+        config: how the work is divided; None for what suits the shapes.
+
+    Returns:
+        ``[B, H, n, D]`` in the dtype of the query.
+
+    Raises:
+        ValueError: a dtype, device, shape or stride does not fit.
+    """
+    if keys.dim() != 4 or keys.dtype not in DENSE_DTYPES:
+        raise ValueError(
+            "keys must be float16 or bfloat16 [B, H_kv, S, D], "
+            f"got {keys.dtype} of shape {tuple(keys.shape)}"
+        )
+    if values.dtype != keys.dtype:
+        raise ValueError(f"values must have the dtype of keys, {keys.dtype}, got {values.dtype}")
+    _check(query, positions, {"keys": keys, "values": values}, keys.shape[-1], "D")
+    unused = keys.new_empty(1, dtype=torch.float32)
+    return _attend(
+        query,
+        positions,
+        (keys, keys, unused),
+        (values, values, unused),
+        scaling,
+        sliding_window,
+        0,
+        config,
+        DENSE.value,
+    )
+
+
+def _check(
+    query: Tensor, positions: Tensor, cache: dict[str, Tensor], head_dim: int, last: str
+) -> None:
+    """Refuse what does not fit the first tensor of the cache, whose last dimension is named."""
+    name, first = next(iter(cache.items()))
+    batch, kv_heads, capacity, _ = first.shape
+    if (
+        query.dim() != 4
+        or (query.shape[0], query.shape[3]) != (batch, head_dim)
+        or query.shape[1] % kv_heads
+    ):
+        raise ValueError(
+            f"query must be [B, H, n, D] for {name} {tuple(first.shape)} [B, H_kv, S, {last}] "
+            f"with H a multiple of H_kv, got {tuple(query.shape)}"
+        )
+    if query.dtype not in QUERY_DTYPES or query.stride(-1) != 1:
+        raise ValueError(
+            "query must be float16, bfloat16 or float32 and contiguous along D, "
+            f"got {query.dtype} with strides {query.stride()}"
+        )
+    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"query must have an even head size of at most {MAX_HEAD_DIM}, got {head_dim}"
+        )
+    check_positions(positions, batch, query.shape[2], capacity)
+    for other, tensor in cache.items():
+        if tensor.dim() == 4 and tensor.shape != first.shape:
+            raise ValueError(
+                f"{other} must have the shape of {name}, {tuple(first.shape)}, "
+                f"got {tuple(tensor.shape)}"
+            )
+    for other, tensor in (cache | {"positions": positions}).items():
+        if tensor.device != query.device:
+            raise ValueError(
+                f"{other} must be on the device of query, {query.device}, got {tensor.device}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{other} must be contiguous, got strides {tensor.stride()}")
+
+
+def _default_config(query: Tensor, kv_heads: int, splits: int) -> AttentionConfig:
+    """Tiles that waste few rows, and as many programs as the GPU holds at a time."""
+    batch, heads, count, head_dim = query.shape
+    rows = count * (heads // kv_heads)
+    tile = min(max(triton.next_power_of_2(rows), 8), 32 if head_dim <= 128 else 16)
+    if count > FEW_QUERIES or batch * heads * count * splits * head_dim > PARTIAL_SUMS:
+        return AttentionConfig(tile, 0)
+    multiprocessors = 1
+    if query.device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    tiles = batch * kv_heads * triton.cdiv(rows, tile)
+    # One more program than are held at a time would take as long again.
+    return AttentionConfig(tile, max(min(splits, RESIDENT * multiprocessors // tiles), 1))
+
+
+def _loads_ahead(config: AttentionConfig, padded: int, read: int) -> bool:
+    """Whether registers suffice for more keys and values than are being used."""
+    planes = 1 if read == BASE.value else 2
+    return (
+        config.programs > 0 and config.rows * planes <= 16 and padded <= 64 and read != DENSE.value
+    )
+
+
+def _attend(
+    query: Tensor,
+    positions: Tensor,
+    keys: tuple[Tensor, Tensor, Tensor],
+    values: tuple[Tensor, Tensor, Tensor],
+    scaling: float,
+    sliding_window: int,
+    recent: int,
+    config: AttentionConfig | None,
+    read: int,
+) -> Tensor:
+    """Launch the kernels over base, refinement and scale of keys and of values."""
+    batch, heads, count, head_dim = query.shape
+    kv_heads, capacity = keys[0].shape[1:3]
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if out.numel() == 0:
+        return out
+    splits = triton.cdiv(capacity, SPLIT.value)
+    config = config or _default_config(query, kv_heads, splits)
+    group = heads // kv_heads
+    rows = count * group
+    all_splits = config.programs == 0
+    kept = 0 if all_splits else batch * kv_heads * rows * splits
+    sums = torch.empty(kept, head_dim, dtype=torch.float32, device=query.device)
+    references = torch.empty(3, kept, dtype=torch.float32, device=query.device)
+    half = head_dim // 2
+    padded = max(triton.next_power_of_2(half), 32)
+    vector = 16 if padded >= 64 and half % 16 == 0 and read != DENSE.value else 8
+    unit = 0 if read == DENSE.value else -4
+    sizes = (kv_heads, group, capacity, count, splits)
+    attention_kernel[(triton.cdiv(rows, config.rows), batch * kv_heads, max(config.programs, 1))](
+        query,
+        positions,
+        *keys,
+        *values,
+        out,
+        sums,
+        *references,
+        *query.stride()[:3],
+        *sizes,
+        scaling * math.log2(math.e),
+        sliding_window,
+        recent,
+        HEAD_DIM=head_dim,
+        PADDED=padded,
+        ROWS=config.rows,
+        VECTOR=vector,
+        READ=read,
+        WINDOW=sliding_window > 0,
+        UNIT=unit,
+        ALL_SPLITS=all_splits,
+        AHEAD=_loads_ahead(config, padded, read),
+        ASM=not triton.knobs.runtime.interpret,
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=False,
+    )
+    if all_splits:
+        return out
+    padded_dim = triton.next_power_of_2(head_dim)
+    combine_kernel[(batch * heads * count,)](
+        positions,
+        sums,
+        *references,
+        out,
+        *sizes,
+        sliding_window,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim,
+        PADDED_SPLITS=triton.next_power_of_2(splits),
+        UNROLL=min(triton.next_power_of_2(splits), 16),
+        WINDOW=sliding_window > 0,
+        UNIT=unit,
+        num_warps=max(padded_dim // 32, 1),
+        num_stages=1,
+        enable_fp_fusion=False,
+    )
+    return out
