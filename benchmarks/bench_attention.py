@@ -1,19 +1,17 @@
 """Time attention over a cache: ours on KV4, KV8 and 16-bit planes, and PyTorch's on 16 bits.
 
-python benchmarks/bench_attention.py [--keys 2048 32768] [--json RESULT.json]
+python benchmarks/bench_attention.py --bandwidth 4.39 [--keys 2048 32768] [--json RESULT.json]
 
 Batch 1, head size 128, all keys visible, cache cold in the L2 cache.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from bench_linear import environment
-from gpu_timing import copies_for, graph_microseconds
+from gpu_timing import copies_for, graph_microseconds, write_result
 from rich.console import Console
 from rich.table import Table
 
@@ -76,7 +74,7 @@ def main() -> None:
     parser.add_argument("--keys", type=int, nargs="+", default=[2048, 32768])
     parser.add_argument("--kv-heads", type=int, nargs="+", default=[32, 8])
     parser.add_argument("--queries", type=int, nargs="+", default=[1, 5])
-    parser.add_argument("--bandwidth", type=float, default=4.39, help="of the memory, TB/s")
+    parser.add_argument("--bandwidth", type=float, required=True, help="of the memory, TB/s")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -104,10 +102,7 @@ def main() -> None:
                     table.add_row(*sizes, kind, f"{time:.1f}", f"{floor:.1f}")
     Console().print(table)
     if options.json:
-        temporary = options.json.with_suffix(".tmp")
-        result = {"environment": environment(), "rows": entries}
-        temporary.write_text(json.dumps(result, indent=1) + "\n")
-        temporary.replace(options.json)
+        write_result(options.json, {"rows": entries})
 
 
 if __name__ == "__main__":

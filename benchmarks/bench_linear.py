@@ -1,6 +1,6 @@
 """Time the linear layers of a decoder layer: ours, cuBLAS and, if installed, gemlite.
 
-python benchmarks/bench_linear.py [--model llama-2-7b] [--rows 1 5] [--json RESULT.json]
+python benchmarks/bench_linear.py --bandwidth 4.39 [--model llama-2-7b] [--rows 1 5]
 
 Every time is for all merged linears of one layer in the order in which a model calls them, weights
 cold in the L2 cache. The kernels read quantized activations; the column "with activations" has the
@@ -8,16 +8,12 @@ operator as a model calls it, quantization of the activations included.
 """
 
 import argparse
-import json
-import platform
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import triton
-from gpu_timing import copies_for, graph_microseconds
+from gpu_timing import copies_for, graph_microseconds, write_result
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -158,29 +154,17 @@ def measure(model: str, rows: list[int], group_size: int, bandwidth: float) -> l
     return entries
 
 
-def environment() -> dict[str, str]:
-    """Machine, versions and commit that a result needs."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "commit": commit or "unknown",
-    }
-
-
 def main() -> None:
     """Measure, print a table, write JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=list(LAYERS), nargs="+", default=["llama-2-7b"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 5])
     parser.add_argument("--group-size", type=int, choices=(32, 64, 128), default=64)
-    parser.add_argument("--bandwidth", type=float, default=4.39, help="of the memory, TB/s")
+    parser.add_argument("--bandwidth", type=float, required=True, help="of the memory, TB/s")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     options = parser.parse_args()
+    if not all(1 <= rows <= 16 for rows in options.rows):
+        parser.error(f"--rows must be from 1 to 16, got {options.rows}")
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA GPU")
 
@@ -196,10 +180,7 @@ def main() -> None:
         table.add_row(entry["model"], entry["linears"], str(entry["rows"]), *numbers)
     Console().print(table)
     if options.json:
-        result = {"environment": environment(), "group_size": options.group_size, "rows": entries}
-        temporary = options.json.with_suffix(".tmp")
-        temporary.write_text(json.dumps(result, indent=1) + "\n")
-        temporary.replace(options.json)
+        write_result(options.json, {"group_size": options.group_size, "rows": entries})
 
 
 if __name__ == "__main__":

@@ -10,16 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nestq.kernels.rounding import round_half_even
 from nestq.reference import linear as reference
 from nestq.tile_layout import BLOCK, TILE_BYTES, TILE_TOKENS
 
 SMALLEST_SCALE = tl.constexpr(reference.SMALLEST_SCALE)
-
-
-@triton.jit
-def _round_half_even(x):
-    """Nearest integer for ``|x| < 2 ** 22``: adding 1.5 * 2 ** 23 leaves no fraction bits."""
-    return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
@@ -71,7 +66,7 @@ def act_quant_kernel(
     magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     step = tl.div_rn(tl.max(magnitude, axis=0).to(tl.float32, bitcast=True), 127.0)
     inverse = tl.div_rn(1.0, tl.where(step > SMALLEST_SCALE, step, 1.0))
-    rounded = _round_half_even(value * inverse)
+    rounded = round_half_even(value * inverse)
     code = tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
 
     block = column // 64

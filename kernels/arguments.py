@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from nestq.tensor_checks import GROUP_SIZES
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -35,8 +37,8 @@ def check_planes(
     device: torch.device,
 ) -> None:
     """Refuse planes, scales and a bias that do not describe one weight in tiles."""
-    if group_size not in (32, 64, 128):
-        raise ValueError(f"group_size must be 32, 64 or 128, got {group_size!r}")
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size must be one of {GROUP_SIZES}, got {group_size!r}")
     if base.dim() != 3 or scale_codes.dim() != 3 or unit.dim() != 1:
         shapes = tuple(base.shape), tuple(scale_codes.shape), tuple(unit.shape)
         raise ValueError(

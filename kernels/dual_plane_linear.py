@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nestq.kernels.configurations import choose
-from nestq.kernels.exact_sums import add_scaled, wide_mad
+from nestq.kernels.exact_sums import add_scaled, scale_sums, wide_mad
 from nestq.kernels.planes import HIGH_BASE, LOW_BASE, base_codes, compose_asm, composed_codes
 
 MAX_TOKENS = 64
@@ -181,8 +181,6 @@ def dual_plane_linear_kernel(
     # Whether every step has a block, and every block a group, for every warp.
     EVEN: tl.constexpr = BLOCKS % WARPS == 0 and BLOCKS * 64 == GROUPS * GROUP_SIZE
     parts: tl.constexpr = 2 if GROUP_SIZE == 32 else 1
-    # The base alone is read as 16 * q.
-    divisor: tl.constexpr = OVERLAP if OVERLAP else 16
     # The last program computes some tiles again rather than fewer.
     tile = tl.minimum(tl.program_id(0) * TILES, tl.cdiv(rows, 16) - TILES).to(tl.int64)
     warp = tl.arange(0, WARPS)
@@ -247,11 +245,7 @@ def dual_plane_linear_kernel(
 
     COUNT: tl.constexpr = TILES * TOKEN_TILES
     total = _sum_over_warps(_stack(sums, WARPS, COLUMNS, COUNT), WARPS, COLUMNS, COUNT)
-    if divisor & (divisor - 1) == 0:
-        token_factor *= 1 / divisor
-    else:
-        token_factor = tl.div_rn(token_factor, tl.full((1,), divisor, tl.float32))
-    value = total.to(tl.float32) * (token_factor * row_factor)
+    value = scale_sums(total, token_factor, row_factor, OVERLAP)
     if HAS_BIAS:
         value += row_bias
     tl.store(out + m.to(tl.int64) * rows + n, value, mask=(n < rows) & (m < tokens))
@@ -336,15 +330,28 @@ def _choose(
     launch: Callable[[LinearConfig], None],
     device: torch.device,
 ) -> LinearConfig:
-    guess = LinearConfig(8, 1, 4) if tiles <= 512 or tokens > 8 else LinearConfig(4, 2, 3)
     # Small weights are not worth a measurement.
     if tiles * blocks < 4096:
-        return guess
-    tokens = 1 if tokens == 1 else 8 if tokens <= 8 else MAX_TOKENS
-    tiles, blocks = triton.next_power_of_2(tiles), triton.next_power_of_2(blocks)
+        return guess(tiles, tokens)
+    candidates = [guess(tiles, tokens), *CANDIDATES]
+    return choose(
+        "dual_plane_linear", bucket(tiles, blocks, both, tokens), candidates, launch, device
+    )
+
+
+def guess(tiles: int, tokens: int) -> LinearConfig:
+    """A configuration that every supported GPU has the shared memory for."""
+    if tokens > 8:
+        return LinearConfig(4, 1, 3)
+    return LinearConfig(8, 1, 4) if tiles <= 512 else LinearConfig(4, 2, 3)
+
+
+def bucket(tiles: int, blocks: int, both: bool, tokens: int) -> str:
+    """Name of the shapes that share a configuration."""
+    tokens, tiles, blocks = (triton.next_power_of_2(n) for n in (tokens, tiles, blocks))
+    tokens = tokens if tokens == 1 else max(tokens, 8)
     planes = "both planes" if both else "base"
-    bucket = f"{planes}, {tokens} tokens, {tiles} x {blocks} tiles"
-    return choose("dual_plane_linear", bucket, [guess, *CANDIDATES], launch, device)
+    return f"{planes}, {tokens} tokens, {tiles} x {blocks} tiles"
 
 
 def _assembly(overlap: int) -> tuple[str, str]:

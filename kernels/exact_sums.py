@@ -1,4 +1,4 @@
-"""Exact sums over groups: the int32 dot product of a group times its scale, added in 64 bits."""
+"""Exact sums over groups, the int32 dot product of each times its scale, and what ends them."""
 
 import triton
 import triton.language as tl
@@ -24,3 +24,15 @@ def add_scaled(total, dot, scale, ASM: tl.constexpr):
     return tl.inline_asm_elementwise(
         ASM, "=l,l,r,r", [total, dot, scale], dtype=tl.int64, is_pure=True, pack=1
     )
+
+
+@triton.jit
+def scale_sums(total, token_scale, unit, OVERLAP: tl.constexpr):
+    """Sums int64 of the target, or of the base as ``16 * q`` (``OVERLAP`` 0), in float32."""
+    if OVERLAP == 0:
+        total = total >> 4
+    elif OVERLAP & (OVERLAP - 1) == 0:
+        token_scale *= 1 / OVERLAP
+    else:
+        token_scale = tl.div_rn(token_scale, tl.full((1,), OVERLAP, tl.float32))
+    return total.to(tl.float32) * (token_scale * unit)

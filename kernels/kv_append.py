@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nestq.kernels.rounding import round_half_even
 from nestq.reference.kv import check_planes, check_positions
 
 STATE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -25,20 +26,14 @@ def _rotated(x, partner, cos, sin, dtype: tl.constexpr):
 
 
 @triton.jit
-def _round_half_even(x):
-    """Nearest integer for ``|x| < 2 ** 22``: adding 1.5 * 2 ** 23 leaves no fraction bits."""
-    return (x + 12582912.0) - 12582912.0
-
-
-@triton.jit
 def _codes(x, scale, safe):
     """Base and refinement codes of ``[TOKENS, HALF]`` in float32 (paper A.2)."""
-    base = _round_half_even(tl.div_rn(x, safe))
+    base = round_half_even(tl.div_rn(x, safe))
     base = tl.where(scale > 0, tl.minimum(tl.maximum(base, -8.0), 7.0), 0.0)
     rest = tl.div_rn(x - base * scale, safe) * 16.0
     # The composed code stays in eight bits.
     lowest = tl.where(base == -8.0, 0.0, -8.0)
-    fine = tl.minimum(tl.maximum(_round_half_even(rest), lowest), 7.0)
+    fine = tl.minimum(tl.maximum(round_half_even(rest), lowest), 7.0)
     return base, tl.where(scale > 0, fine, 0.0)
 
 

@@ -42,12 +42,14 @@ def linear(
     """
     if unit is None:
         raise ValueError(
-            "base must lie in tiles on a GPU, got planes in the order of files: move the weight "
-            "there with .to(device), which changes the order"
+            "base must lie in tiles on a GPU, got planes in the order of files: call "
+            "weight.in_order_of_device()"
         )
     check_planes(base, refinement, scale, unit, bias, group_size, x.device)
     if x.dtype not in FLOATS:
         raise ValueError(f"x must be float16, bfloat16 or float32, got {x.dtype}")
+    if not 1 <= overlap <= 16:
+        raise ValueError(f"overlap must be from 1 to 16, got {overlap!r}")
     groups = -(-x.shape[-1] // group_size)
     if groups != scale.shape[1]:
         raise ValueError(
@@ -73,14 +75,19 @@ def linear(
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` of a dense weight; a row's bits do not depend on the other rows.
 
+    It reads the weight once for each 16 tokens.
+
     Args:
         x: ``[..., K]`` float16, bfloat16 or float32.
         weight: ``[N, K]``, in the dtype of x.
         bias: ``[N]`` or None.
     """
+    if x.dtype not in FLOATS:
+        raise ValueError(f"x must be float16, bfloat16 or float32, got {x.dtype}")
     if x.dtype == torch.float32:
         # There is no kernel: the reference calls a matrix product for each row.
         return reference.linear_16(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     parts = [linear_16(part, weight, bias) for part in rows.split(MAX_DENSE_TOKENS)]
-    return torch.cat(parts).view(*x.shape[:-1], weight.shape[0])
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.view(*x.shape[:-1], weight.shape[0])

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nestq.kernels.arguments import FLOATS, check_planes, check_tensor
-from nestq.kernels.exact_sums import add_scaled, wide_mad
+from nestq.kernels.exact_sums import add_scaled, scale_sums, wide_mad
 from nestq.kernels.planes import HIGH_BASE, LOW_BASE, base_codes
 
 
@@ -105,8 +105,6 @@ def prefill_linear_kernel(
     MAD: tl.constexpr,
 ):
     TILES: tl.constexpr = ROWS // 16
-    # The base alone is read as 16 * q.
-    divisor: tl.constexpr = OVERLAP if OVERLAP else 16
 
     # Programs that run at the same time share weights and activations in the L2 cache.
     token_parts = tl.cdiv(tokens, TOKENS)
@@ -168,9 +166,8 @@ def prefill_linear_kernel(
         scales = following
 
     x_step = tl.load(x_scale + token, mask=token < tokens, other=0)
-    factor = tl.div_rn(x_step, tl.full((1,), divisor, tl.float32))
     row_factor = tl.load(unit + n, mask=n < rows, other=0)
-    value = acc.to(tl.float32) * (factor[None, :] * row_factor[:, None])
+    value = scale_sums(acc, x_step[None, :], row_factor[:, None], OVERLAP)
     if HAS_BIAS:
         value += tl.load(bias + n, mask=n < rows, other=0).to(tl.float32)[:, None]
     value = value.to(out.dtype.element_ty)

@@ -15,15 +15,18 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nestq.architectures import unwrap
 from nestq.argument_checks import check_type, existing_device
-from nestq.checkpoint_format import METHOD, Planes, check_planes
+from nestq.checkpoint_format import METHOD, Planes, check_planes_option
 from nestq.hf_quantizer import NestedConfig, NestedQuantizer, attach, nested_weights
 
+# Where tokenizers with several chat templates have those that are not the default.
+TEMPLATES = "additional_chat_templates"
 # Names of the files that transformers, its tokenizers and `save` write into a checkpoint.
 WRITTEN = re.compile(
     r"README\.md|(config|generation_config|processor_config|preprocessor_config)\.json"
     r"|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
     r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
-    r"|chat_template\.jinja|(merges|vocab)\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
+    rf"|(chat_template|{TEMPLATES}/[^/]+)\.jinja"
+    r"|(merges|vocab)\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
 )
 
 CARD = """\
@@ -125,7 +128,7 @@ def load(
         ValueError: the folder is no nestq checkpoint, of an unknown format, damaged, or has no
             refinement where both planes are asked for; or the device is not there.
     """
-    check_planes(planes)
+    check_planes_option(planes)
     if device is not None:
         existing_device(device)
     folder = Path(folder)
@@ -203,7 +206,9 @@ def check_target(target: Path) -> None:
     entries = list(target.iterdir())
     if not entries:
         return
-    if any(entry.is_dir() for entry in entries):
+    templates = target / TEMPLATES
+    folders = [entry for entry in entries if entry.is_dir()]
+    if any(folder != templates for folder in folders):
         raise FileExistsError(
             f"{target}: folder has folders in it, which replacing a checkpoint would delete"
         )
@@ -211,7 +216,9 @@ def check_target(target: Path) -> None:
         read_config(target)
     except (FileNotFoundError, ValueError) as error:
         raise FileExistsError(f"{target}: folder is not empty and not ours: {error}") from error
-    foreign = [name for name in sorted(os.listdir(target)) if not WRITTEN.fullmatch(name)]
+    files = [entry for entry in (*entries, *templates.glob("*")) if entry not in folders]
+    names = sorted(file.relative_to(target).as_posix() for file in files)
+    foreign = [name for name in names if not WRITTEN.fullmatch(name)]
     if foreign:
         raise FileExistsError(
             f"{target}: folder has files that replacing the checkpoint would delete: "

@@ -1,4 +1,4 @@
-"""What a nestq checkpoint holds on disk, checked from the headers of its files alone.
+"""What a nestq checkpoint holds on disk, checked from the headers of its files and its scales.
 
 A checkpoint is a Hugging Face folder: ``config.json`` with a ``quantization_config`` and
 safetensors files. Each nested weight ``W[N, K]`` of a module is three plain tensors:
@@ -9,17 +9,20 @@ safetensors files. Each nested weight ``W[N, K]`` of a module is three plain ten
 ``<module>.weight.scale``       float [N, G]   one scale a row and group
 ===========================  ==============  ===================================================
 
-``NestedQuantTensor`` says how codes lie in the bytes. Every other tensor is stored as
+``NestedQuantTensor`` says how codes lie in the bytes. Scales are those that
+:func:`nestq.reference.weights.round_scale` gives. Every other tensor is stored as
 transformers stores it.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import inf, prod
+from math import prod
 from os import PathLike
 from typing import Literal, get_args
 
 from safetensors import SafetensorError, safe_open
+
+from nestq.tensor_checks import check_scale
 
 FORMAT_VERSION = 1
 METHOD = "nestq"
@@ -41,7 +44,7 @@ class StoredTensor:
     shape: tuple[int, ...]
 
 
-def check_planes(planes: str) -> None:
+def check_planes_option(planes: str) -> None:
     """Refuse a value of ``planes`` that names no set of planes."""
     if planes not in get_args(Planes):
         raise ValueError(f"planes must be one of {get_args(Planes)}, got {planes!r}")
@@ -129,7 +132,7 @@ def check_scales(headers: Mapping[str, StoredTensor], modules: Iterable[str]) ->
         modules: whose weight is nested.
 
     Raises:
-        ValueError: a scale is negative, infinite or NaN.
+        ValueError: a scale is negative, infinite, NaN or not exact in fixed point.
     """
     names_of: dict[str, list[str]] = {}
     for name in (f"{module}.weight.scale" for module in modules):
@@ -137,12 +140,7 @@ def check_scales(headers: Mapping[str, StoredTensor], modules: Iterable[str]) ->
     for path, names in names_of.items():
         with safe_open(path, framework="pt") as file:
             for name in names:
-                low, high = file.get_tensor(name).aminmax()
-                if not (low >= 0 and high < inf):  # NaN is both extremes, and neither holds
-                    raise ValueError(
-                        f"{path}: tensor {name} must be finite and not negative, "
-                        f"found {low.item()} to {high.item()}"
-                    )
+                check_scale(f"{path}: tensor {name}", file.get_tensor(name))
 
 
 def check_dense_weights(

@@ -22,14 +22,13 @@ from nestq.checkpoint_format import (
     Planes,
     check_dense_weights,
     check_nested_weights,
-    check_planes,
+    check_planes_option,
     check_scales,
     plane_tensors,
     read_headers,
 )
 from nestq.tensor import NestedQuantTensor
 from nestq.tensor_checks import check_options
-from nestq.tiled_tensor import in_order_of_device
 
 
 @register_quantization_config(METHOD)
@@ -61,7 +60,7 @@ class NestedConfig(QuantizationConfigMixin):
         quant_method: str = METHOD,
     ) -> None:
         check_options(group_size, overlap)
-        check_planes(planes)
+        check_planes_option(planes)
         if not (isinstance(modules, list) and all(isinstance(name, str) for name in modules)):
             raise ValueError(f"modules must be a list of names, got {modules!r}")
         for name, value in (("recipe", recipe), ("report", report)):
@@ -130,9 +129,10 @@ class NestedQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        """Check all headers against the model, still without weights; read nothing if one is off.
+        """Check all headers against the model, still without weights, and then the scales.
 
-        Without files the weights are a state dict that the caller holds.
+        Scales are the only tensors that are read here, and none is if a header is off. Without
+        files the weights are a state dict that the caller holds.
         """
         config = self.quantization_config
         modules = dict(model.named_modules())
@@ -228,7 +228,7 @@ class _JoinPlanes(ConversionOps):
             skeleton.dtype,
             parts.get("refinement"),
         )
-        return {name: nn.Parameter(in_order_of_device(weight), requires_grad=False)}
+        return {name: nn.Parameter(weight.in_order_of_device(), requires_grad=False)}
 
 
 def _source_pattern(part: str) -> str:

@@ -1,7 +1,7 @@
 """The ``nestq::`` operators: schemas, fakes for torch.compile, and who computes them.
 
 On a CPU the reference computes. On a GPU the kernels do; the reference runs there only if it was
-selected by name.
+selected by name, and for dense linear layers in float32, which have no kernel.
 """
 
 from collections.abc import Callable
@@ -33,11 +33,6 @@ def select_implementation(name: Implementation) -> None:
     _selected = name
 
 
-def selected_implementation() -> Implementation:
-    """What computes ``nestq::`` operators on a GPU."""
-    return _selected
-
-
 def _define(
     schema: str,
     reference: Callable[..., Any],
@@ -47,7 +42,9 @@ def _define(
     name = schema.split("(")[0]
 
     def on_gpu(*args: Any) -> Any:
-        return (reference if _selected == "reference" else kernels)(*args)
+        # Triton launches on the current device, which need not be that of the tensors.
+        with torch.cuda.device(args[0].device):
+            return (reference if _selected == "reference" else kernels)(*args)
 
     _library.define(schema)
     _library.impl(name, reference, "CPU")

@@ -1,5 +1,7 @@
 """``NestedQuantTensor``: one weight that is a 4-bit and an 8-bit weight at once."""
 
+from collections.abc import Callable
+import hashlib
 from typing import Any, Self
 
 import torch
@@ -11,10 +13,11 @@ from torchao.utils import TorchAOBaseTensor
 from nestq import ops as _ops  # noqa: F401 (registers the operators)
 from nestq.reference import weights as reference
 from nestq.tensor_checks import (
+    check_canonical_planes,
     check_codes,
     check_composed,
     check_options,
-    check_planes,
+    check_scale,
     check_weight,
 )
 
@@ -43,6 +46,10 @@ class NestedQuantTensor(TorchAOBaseTensor):
         hp_dtype: floating-point dtype that the tensor stands for.
 
     Slices of rows alias the planes of the whole (``test_row_slices_alias``).
+
+    Kernels read planes in tiles, which are a ``TiledQuantTensor``: what this becomes when it is
+    moved to a GPU or made there. :meth:`in_order_of_device` is for the rest, such as a file that
+    was loaded by ``torch.load(map_location=...)`` to another device than it was saved from.
     """
 
     tensor_data_names = ["base", "scale"]
@@ -70,7 +77,7 @@ class NestedQuantTensor(TorchAOBaseTensor):
         hp_dtype: torch.dtype,
         refinement: Tensor | None = None,
     ) -> Self:
-        check_planes(base, scale, group_size, overlap, in_features, hp_dtype, refinement)
+        check_canonical_planes(base, scale, group_size, overlap, in_features, hp_dtype, refinement)
         self = torch.Tensor._make_wrapper_subclass(
             cls, (base.shape[0], in_features), dtype=hp_dtype, device=base.device
         )
@@ -97,11 +104,13 @@ class NestedQuantTensor(TorchAOBaseTensor):
         overlap: int,
         in_features: int,
         hp_dtype: torch.dtype,
-    ) -> Self:
-        """Pack int8 codes ``[N, Kp]`` and a scale ``[N, G]``.
+    ) -> "NestedQuantTensor":
+        """Pack int8 codes ``[N, Kp]`` and a scale ``[N, G]``, in the order of their device.
 
         Raises:
-            ValueError: a code leaves its 4 bits, or a composed code its 8 bits.
+            ValueError: a code leaves its 4 bits, or a composed code its 8 bits; a scale is
+                negative, not finite, or not exact in fixed point, as
+                ``nestq.reference.weights.round_scale`` makes it; or an option is off.
         """
         check_options(group_size, overlap)
         check_codes("base_codes", base_codes)
@@ -111,7 +120,12 @@ class NestedQuantTensor(TorchAOBaseTensor):
             check_composed(base_codes, refinement_codes, overlap)
             refinement = reference.pack_refinement(refinement_codes, group_size)
         base = reference.pack_base(base_codes, group_size)
-        return cls(base, scale, group_size, overlap, in_features, hp_dtype, refinement)
+        weight = NestedQuantTensor(
+            base, scale, group_size, overlap, in_features, hp_dtype, refinement
+        )
+        check_scale("scale", scale)
+        # A subclass is an order by itself.
+        return weight.in_order_of_device() if cls is NestedQuantTensor else cls.in_own_order(weight)
 
     @classmethod
     def from_hp(
@@ -120,10 +134,11 @@ class NestedQuantTensor(TorchAOBaseTensor):
         group_size: int = 128,
         overlap: int = 8,
         scale_dtype: torch.dtype = torch.bfloat16,
-    ) -> Self:
+    ) -> "NestedQuantTensor":
         """Nest a dense weight ``[N, K]`` by rounding to nearest (no calibration).
 
-        A group whose scale underflows to zero in ``scale_dtype`` becomes a group of zeros.
+        The result lies on the weight's device, in the order of that device. A group whose scale
+        underflows to zero in ``scale_dtype`` becomes a group of zeros.
 
         Raises:
             ValueError: the weight is not a 2-D floating-point tensor, is NaN, infinite or above
@@ -172,10 +187,37 @@ class NestedQuantTensor(TorchAOBaseTensor):
         """The weight in the order of files, on the same device."""
         return self
 
+    def in_order_of_device(self) -> "NestedQuantTensor":
+        """The weight in the order that its device reads: tiles on a GPU, that of files elsewhere.
+
+        Moving does this by itself. It is for a weight that came to its device otherwise::
+
+            weight = torch.load(file, map_location="cuda").in_order_of_device()
+
+        Returns:
+            Itself if it lies in that order, else a copy on the same device.
+        """
+        # The other order's module builds on this one.
+        from nestq.tiled_tensor import TiledQuantTensor
+
+        order = TiledQuantTensor if self.device.type == "cuda" else NestedQuantTensor
+        return order.in_own_order(self)
+
     @classmethod
     def in_own_order(cls, weight: "NestedQuantTensor") -> "NestedQuantTensor":
         """A weight in the order of this class, on the same device."""
         return weight.canonical()
+
+    def _stable_hash_for_caching(self) -> str:
+        """What a compiled graph of this tensor depends on; torch keeps such graphs on disk.
+
+        The operator's schema is part of it, so that a graph of another version is not taken.
+        """
+        names, attributes = self.__tensor_flatten__()
+        planes = [(name, repr(_plane_format(getattr(self, name)))) for name in names]
+        schema = torch.ops.nestq.dual_plane_linear.default._schema
+        described = repr((type(self).__name__, planes, sorted(attributes.items(), key=str), schema))
+        return hashlib.sha256(described.encode()).hexdigest()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         planes = "base" if self.refinement is None else "base + refinement"
@@ -253,14 +295,24 @@ def _linear_outside_views(
 
 @implements(aten.slice.Tensor)
 def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    self, dim, start, end, step = slice_arguments(*args, **kwargs)
+    _, dim, start, end, step = slice_arguments(*args, **kwargs)
     if dim not in (0, -2) or step != 1:
         raise NotImplementedError(
             "NestedQuantTensor can be sliced along rows (dim 0) with step 1 only, "
             f"got dim {dim}, step {step}"
         )
-    rows = self._apply_fn_to_data(lambda plane: aten.slice.Tensor(plane, 0, start, end, 1))
-    return return_and_correct_aliasing(func, args, kwargs, rows)
+    return row_view(func, args, kwargs, lambda plane: aten.slice.Tensor(plane, 0, start, end, 1))
+
+
+def row_view(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """A view of rows of the first argument: what ``cut`` leaves of its planes."""
+    self = args[0]
+    # PyTorch counts the writes to a view of a normal tensor, in inference mode too, and cannot
+    # count them where the view is an inference tensor.
+    with torch.inference_mode(self.is_inference()):
+        return return_and_correct_aliasing(func, args, kwargs, self._apply_fn_to_data(cut))
 
 
 def slice_arguments(
@@ -280,9 +332,6 @@ def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
 
     A new dtype changes what the tensor stands for, never a code.
     """
-    # The other order's module builds on this one.
-    from nestq.tiled_tensor import in_order_of_device
-
     self = args[0]
     target = self._get_to_kwargs(*args[1:], **kwargs)
 
@@ -292,7 +341,8 @@ def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     moved = self._apply_fn_to_data(move)
     names, attributes = moved.__tensor_flatten__()
     planes = {name: getattr(moved, name) for name in names}
-    return in_order_of_device(type(self)(**planes, **attributes | {"hp_dtype": target["dtype"]}))
+    attributes["hp_dtype"] = target["dtype"]
+    return type(self)(**planes, **attributes).in_order_of_device()
 
 
 @implements([aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other])
@@ -314,6 +364,10 @@ def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     for name in self.__tensor_flatten__()[0]:
         getattr(self, name).copy_(getattr(source, name))
     return self
+
+
+def _plane_format(plane: Tensor) -> tuple[Any, ...]:
+    return plane.dtype, tuple(plane.shape), plane.stride(), plane.device
 
 
 def _storage_format(tensor: NestedQuantTensor) -> dict[str, Any]:
@@ -339,6 +393,15 @@ def _requires_grad_(self: NestedQuantTensor, requires_grad: bool = True) -> Nest
             "no gradient. As a parameter: torch.nn.Parameter(weight, requires_grad=False)"
         )
     return self
+
+
+@NestedQuantTensor.implements_torch_function(Tensor.storage)
+def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What ``save_pretrained`` asks for where it does not know that a model is nested."""
+    raise RuntimeError(
+        "a nested weight has no storage of its own, only its planes have. To save a model that "
+        "torchao.quantization.quantize_ nested: nestq.save(model, folder)"
+    )
 
 
 torch.serialization.add_safe_globals([NestedQuantTensor])

@@ -1,7 +1,11 @@
 """What a nested weight refuses, before anything is done, and how it says so."""
 
+from collections.abc import Mapping
+from math import inf
+
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nestq.argument_checks import check_int
 from nestq.reference import weights as reference
@@ -55,7 +59,52 @@ def check_composed(base_codes: Tensor, refinement_codes: Tensor, overlap: int) -
         )
 
 
-def check_planes(
+def check_scale(name: str, scale: Tensor) -> None:
+    """Refuse scales that linear layers cannot hold as they are, by name.
+
+    Reads the values, where there are any: a meta tensor or a traced one is let through.
+
+    Args:
+        name: of the scale, for the error.
+        scale: floating point ``[N, G]``.
+
+    Raises:
+        ValueError: a scale is negative, infinite or NaN, or not exact in fixed point
+            (:func:`nestq.reference.weights.fixed_point_scale`).
+    """
+    if scale.is_meta or isinstance(scale, FakeTensor) or not scale.numel():
+        return
+    low, high = scale.aminmax()
+    if not (low >= 0 and high < inf):  # NaN is both extremes, and neither holds
+        raise ValueError(
+            f"{name} must be finite and not negative, found {low.item()} to {high.item()}"
+        )
+    exact = reference.round_scale(scale, scale.dtype)
+    if not torch.equal(exact, scale):
+        row, group = (exact != scale).nonzero()[0].tolist()
+        raise ValueError(
+            f"{name} must be exact in fixed point, integers up to 32767 times a power of two for "
+            f"each row, got {scale[row, group].item()} in row {row}, group {group}, where the "
+            f"largest is {scale[row].max().item()}: choose codes for scales that "
+            "nestq.reference.weights.round_scale gave"
+        )
+
+
+def check_float_dtype(name: str, dtype: torch.dtype) -> None:
+    """Refuse a dtype that is not of floating point, by name."""
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{name} must be a floating-point dtype, got {dtype}")
+
+
+def check_one_device(tensors: Mapping[str, Tensor | None]) -> None:
+    """Refuse tensors of one weight that lie on several devices, by name."""
+    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    if len(set(devices.values())) > 1:
+        places = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(f"{', '.join(devices)} must be on one device, got {places}")
+
+
+def check_canonical_planes(
     base: Tensor,
     scale: Tensor,
     group_size: int,
@@ -79,5 +128,5 @@ def check_planes(
             f"scale must be floating point of shape {(base.shape[0], groups)}, "
             f"got {scale.dtype} of shape {tuple(scale.shape)}"
         )
-    if not hp_dtype.is_floating_point:
-        raise ValueError(f"hp_dtype must be a floating-point dtype, got {hp_dtype}")
+    check_one_device({"base": base, "scale": scale, "refinement": refinement})
+    check_float_dtype("hp_dtype", hp_dtype)

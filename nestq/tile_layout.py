@@ -32,21 +32,25 @@ def _pad(x: Tensor, rows: int, columns: int = 1) -> Tensor:
 def tile_plane(plane: Tensor, group_size: int) -> Tensor:
     """Canonical plane uint8 ``[N, Kp / 2]`` to uint8 ``[ceil(N / 16), ceil(Kp / 64), 512]``."""
     packed = pack_nibbles(_pad(unpack_nibbles(plane, group_size), TILE_ROWS, BLOCK), BLOCK)
-    tiles = packed.view(packed.shape[0] // TILE_ROWS, 2, 8, packed.shape[1] // 32, 4, 2, 4)
-    return tiles.permute(0, 3, 2, 4, 1, 5, 6).reshape(*tiles.shape[:1], -1, TILE_BYTES)
+    row_tiles, blocks = packed.shape[0] // TILE_ROWS, packed.shape[1] // (BLOCK // 2)
+    tiles = packed.view(row_tiles, 2, 8, blocks, 4, 2, 4)
+    return tiles.permute(0, 3, 2, 4, 1, 5, 6).reshape(row_tiles, blocks, TILE_BYTES)
 
 
 def untile_plane(tiles: Tensor, rows: int, group_size: int, groups: int) -> Tensor:
     """Inverse of :func:`tile_plane`: canonical plane uint8 ``[rows, groups * group_size / 2]``."""
     parts = tiles.view(*tiles.shape[:2], 8, 4, 2, 2, 4).permute(0, 4, 2, 1, 3, 5, 6)
-    nibbles = unpack_nibbles(parts.reshape(tiles.shape[0] * TILE_ROWS, -1), BLOCK)
+    packed = parts.reshape(tiles.shape[0] * TILE_ROWS, tiles.shape[1] * BLOCK // 2)
+    nibbles = unpack_nibbles(packed, BLOCK)
     return pack_nibbles(nibbles[:rows, : groups * group_size], group_size)
 
 
 def tile_scale(codes: Tensor) -> Tensor:
     """Scale codes int16 ``[N, G]`` to ``[ceil(N / 16), G, 16]``; g + 8 * half at 2 * g + half."""
-    tiles = _pad(codes, TILE_ROWS).unflatten(0, (-1, 2, TILE_ROWS // 2))
-    return tiles.permute(0, 3, 2, 1).reshape(tiles.shape[0], -1, TILE_ROWS)
+    padded = _pad(codes, TILE_ROWS)
+    row_tiles, groups = padded.shape[0] // TILE_ROWS, padded.shape[1]
+    tiles = padded.view(row_tiles, 2, TILE_ROWS // 2, groups)
+    return tiles.permute(0, 3, 2, 1).reshape(row_tiles, groups, TILE_ROWS)
 
 
 def untile_scale(tiles: Tensor, rows: int) -> Tensor:

@@ -4,11 +4,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from nestq.reference.weights import fixed_point_scale
-from nestq.tensor import NestedQuantTensor, slice_arguments
-from nestq.tensor_checks import check_options
+from nestq.tensor import NestedQuantTensor, row_view, slice_arguments
+from nestq.tensor_checks import check_float_dtype, check_one_device, check_options, check_scale
 from nestq.tile_layout import (
     BLOCK,
     TILE_BYTES,
@@ -59,6 +58,8 @@ class TiledQuantTensor(NestedQuantTensor):
         refinement: Tensor | None = None,
     ) -> Self:
         _check_tiles(base, scale, unit, group_size, overlap, in_features, refinement)
+        check_float_dtype("hp_dtype", hp_dtype)
+        check_float_dtype("scale_dtype", scale_dtype)
         self = torch.Tensor._make_wrapper_subclass(
             cls, (unit.shape[0], in_features), dtype=hp_dtype, device=base.device
         )
@@ -75,7 +76,12 @@ class TiledQuantTensor(NestedQuantTensor):
 
     @classmethod
     def from_canonical(cls, weight: NestedQuantTensor) -> "TiledQuantTensor":
-        """The same weight in tiles, on the same device."""
+        """The same weight in tiles, on the same device.
+
+        Raises:
+            ValueError: tiles would change a scale (:func:`nestq.tensor_checks.check_scale`).
+        """
+        check_scale("scale", weight.scale)
         codes, unit = fixed_point_scale(weight.scale)
         refinement = weight.refinement
         return cls(
@@ -119,12 +125,6 @@ class TiledQuantTensor(NestedQuantTensor):
         return self.canonical().dequantize(view, dtype)
 
 
-def in_order_of_device(weight: NestedQuantTensor) -> NestedQuantTensor:
-    """The weight in the order that its device reads: tiles on a GPU, that of files elsewhere."""
-    order = TiledQuantTensor if weight.device.type == "cuda" else NestedQuantTensor
-    return order.in_own_order(weight)
-
-
 def _check_tiles(
     base: Tensor,
     scale: Tensor,
@@ -151,6 +151,7 @@ def _check_tiles(
                 f"{in_features} columns in groups of {group_size}, "
                 f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
             )
+    check_one_device({name: tensor for name, (tensor, _, _) in expected.items()})
 
 
 aten = torch.ops.aten
@@ -166,7 +167,8 @@ def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         )
     rows = self.shape[0]
     first, last, _ = slice(start, end).indices(rows)
-    last = max(first, last)
+    if last <= first:
+        first = last = 0  # no row: it does not matter where
     if first % TILE_ROWS or (last % TILE_ROWS and last != rows):
         raise NotImplementedError(
             f"rows of a TiledQuantTensor can be cut at multiples of {TILE_ROWS} only, "
@@ -177,7 +179,7 @@ def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         unit = TILE_ROWS if tensor.dim() == 3 else 1
         return aten.slice.Tensor(tensor, 0, first // unit, -(-last // unit), 1)
 
-    return return_and_correct_aliasing(func, args, kwargs, self._apply_fn_to_data(cut))
+    return row_view(func, args, kwargs, cut)
 
 
 torch.serialization.add_safe_globals([TiledQuantTensor])

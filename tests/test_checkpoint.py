@@ -94,6 +94,8 @@ def test_tokenizer_and_shards(model: PreTrainedModel, tmp_path: Path) -> None:
 def test_model_that_was_nested_elsewhere(tmp_path: Path) -> None:
     """For example by ``torchao.quantization.quantize_``, which sees modules only."""
     model = nested_models.nest_(small_models.build("qwen2", tied=False))
+    with pytest.raises(RuntimeError, match=r"nestq\.save\(model, folder\)$"):
+        model.save_pretrained(tmp_path / "plain")
     save(model, tmp_path / "model")
     assert_same_model(load(tmp_path / "model"), model)
 
@@ -183,12 +185,16 @@ def test_refuses_to_replace_anything_else(model: PreTrainedModel, tmp_path: Path
 def test_refuses_to_delete_files_that_it_would_not_write(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    target = tmp_path / "model"
-    save(model, target, tiny_tokenizer(), max_shard_size="20KB")
-    save(model, target, tiny_tokenizer(), max_shard_size="20KB")
-    for name in ("notes.txt", "model.safetensors.bak"):
+    target, tokenizer = tmp_path / "model", tiny_tokenizer()
+    tokenizer.chat_template = {"default": "for all", "tools": "for tools"}  # one has a folder
+    for _ in range(2):
+        save(model, target, tokenizer, max_shard_size="20KB")
+    (template,) = (target / "additional_chat_templates").iterdir()
+    assert template.read_text() == "for tools"
+    for name in ("notes.txt", "model.safetensors.bak", f"{template.parent.name}/notes.txt"):
         (target / name).write_text("precious")
-    with pytest.raises(FileExistsError, match=r"delete: model\.safetensors\.bak, notes\.txt$"):
+    message = r"delete: additional_\w+/notes\.txt, model\.safetensors\.bak, notes\.txt$"
+    with pytest.raises(FileExistsError, match=message):
         save(model, target)
     assert (target / "notes.txt").read_text() == "precious"
 

@@ -10,11 +10,12 @@ from nestq.checkpoint_format import (
     StoredTensor,
     check_dense_weights,
     check_nested_weights,
-    check_planes,
+    check_planes_option,
     check_scales,
     plane_tensors,
     read_headers,
 )
+from nestq.reference.weights import round_scale
 
 # A weight of 7 x 100 in groups of 32.
 GOOD = {
@@ -152,8 +153,20 @@ def test_scales_that_are_no_scales(tmp_path: Path, dtype: torch.dtype, value: fl
         check_scales(read_headers([path]), ["up"])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_scales_that_linear_layers_would_change(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = tmp_path / "model.safetensors"
+    scale = torch.tensor([[1.0, 0.5], [1.0, 1e-5]], dtype=dtype)
+    save_file({"up.weight.scale": round_scale(scale, dtype)}, path)
+    check_scales(read_headers([path]), ["up"])
+    save_file({"up.weight.scale": scale}, path)
+    message = r"up\.weight\.scale must be exact in fixed point.*in row 1, group 1.*round_scale"
+    with pytest.raises(ValueError, match=message):
+        check_scales(read_headers([path]), ["up"])
+
+
 def test_planes() -> None:
     assert plane_tensors("both") == ("base", "refinement", "scale")
     assert plane_tensors("base") == ("base", "scale")
     with pytest.raises(ValueError, match=r"planes must be one of \('both', 'base'\), got 'draft'"):
-        check_planes("draft")
+        check_planes_option("draft")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nestq.reference import weights as reference
 from nestq.tensor import NestedQuantTensor
+from nestq.tiled_tensor import TiledQuantTensor
 
 VIEWS = ("draft", "target")
 # Relative rounding error of each dtype that a weight may be dequantized to.
@@ -153,6 +154,34 @@ def test_codes_out_of_range(base: int, refinement: int, message: str) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            1e-5,
+            r"scale must be exact in fixed point, .*in row 1, group 1.*weights\.round_scale gave",
+        ),
+        (-0.5, "scale must be finite and not negative, found -0.5 to 1.0"),
+        (float("nan"), "scale must be finite"),
+        (float("inf"), "scale must be finite"),
+    ],
+)
+def test_scales_that_layers_cannot_hold(value: float, message: str, dtype: torch.dtype) -> None:
+    """Weights, their place on a GPU and linear layers all have the same scales."""
+    codes = torch.ones(2, 64, dtype=torch.int8)
+    options: Any = {"group_size": 32, "overlap": 8, "in_features": 64, "hp_dtype": torch.float32}
+    scale = torch.tensor([[1.0, 0.5], [1.0, value]]).to(dtype)
+    with pytest.raises(ValueError, match=message):
+        NestedQuantTensor.from_codes(codes, None, scale, **options)
+    exact = reference.round_scale(scale.nan_to_num(0, 0).clamp(min=0), dtype)
+    nested = NestedQuantTensor.from_codes(codes, None, exact, **options)
+    assert torch.equal(nested.scale, exact)
+    unrounded = NestedQuantTensor(nested.base, scale, 32, 8, 64, torch.float32)
+    with pytest.raises(ValueError, match=message):
+        TiledQuantTensor.from_canonical(unrounded)
+
+
 @pytest.mark.parametrize(
     ("part", "wrong", "message"),
     [
@@ -161,6 +190,8 @@ def test_codes_out_of_range(base: int, refinement: int, message: str) -> None:
         ("refinement", torch.zeros(23, 64, dtype=torch.uint8), "refinement must be uint8"),
         ("scale", torch.zeros(24, 3), r"scale must be floating point of shape \(24, 4\)"),
         ("scale", torch.zeros(24, 4, dtype=torch.int8), "scale must be floating point"),
+        ("scale", torch.zeros(24, 4, device="meta"), "on one device, .* scale on meta"),
+        ("refinement", make().refinement.to("meta"), "on one device, .* refinement on meta"),
     ],
 )
 def test_planes_that_do_not_fit(part: str, wrong: Tensor, message: str) -> None:

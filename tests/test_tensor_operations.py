@@ -191,3 +191,14 @@ def test_repr() -> None:
     nested = make()
     nested.refinement = None
     assert "planes=base, " in repr(nested)
+
+
+def test_compiled_graphs_are_kept_for_what_they_depend_on() -> None:
+    def key(**options: Any) -> str:
+        return NestedQuantTensor.from_hp(torch.ones(4, 64), **options)._stable_hash_for_caching()
+
+    assert key() == key()
+    others = [key(group_size=64), key(overlap=16), key(scale_dtype=torch.float32)]
+    assert len({key(), *others}) == 4
+    half = NestedQuantTensor.from_hp(torch.ones(4, 64)).half()
+    assert half._stable_hash_for_caching() != key()

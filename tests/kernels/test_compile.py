@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from nestq.kernels import base_linear_16, linear_16, prefill_linear
 from nestq.kernels.act_quant import act_quant_kernel
-from nestq.kernels.dual_plane_linear import _assembly, dual_plane_linear_kernel
+from nestq.kernels.dual_plane_linear import _assembly, dual_plane_linear_kernel, guess
 from nestq.kernels.exact_sums import WIDE_MAD
 
 
@@ -66,14 +66,17 @@ for group_size, overlap in ((32, 8), (64, 0), (64, 8), (128, 16)):
     assert ("wgmma" if sys.argv[1] == "90" else "mma.sync.aligned.m16n8k32") in ptx
 operands = {"x_codes": "i8", "x_sums": "i32", "x_scale": "fp32", "base": "i8", "refinement": "i8"}
 operands |= {"scale_codes": "i32", "unit": "fp32", "bias": "bf16", "out": "bf16"}
-for overlap in (0, 8):
+variants = [(0, 1, 1024), (0, 2, 64), (8, 1, 1024), (8, 5, 64), (8, 16, 64), (8, 64, 1024)]
+for overlap, tokens, tiles in variants:
     low, high = _assembly(overlap)
-    sizes = {"BLOCKS": 9, "GROUPS": 9, "GROUP_SIZE": 64, "OVERLAP": overlap, "HAS_BIAS": True}
-    division = {"TILES": 2, "WARPS": 4, "STAGES": 3, "LOW": low, "HIGH": high, "MAD": WIDE_MAD}
-    for tokens in ({"TOKEN_TILES": 1, "SINGLE": True}, {"TOKEN_TILES": 2, "SINGLE": False}):
-        constants = sizes | division | tokens
-        ptx = build(dual_plane_linear_kernel, operands, constants, warps=4)
-        assert "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32" in ptx
+    config = guess(tiles, tokens)
+    sizes = {"BLOCKS": 65, "GROUPS": 65, "GROUP_SIZE": 64, "OVERLAP": overlap, "HAS_BIAS": True}
+    division = {"TILES": config.tiles, "WARPS": config.warps, "STAGES": config.stages}
+    assembly = {"LOW": low, "HIGH": high, "MAD": WIDE_MAD}
+    used = {"TOKEN_TILES": -(-tokens // 8), "SINGLE": tokens == 1}
+    constants = sizes | division | assembly | used
+    ptx = build(dual_plane_linear_kernel, operands, constants, config.warps)
+    assert "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32" in ptx
 """
 
 

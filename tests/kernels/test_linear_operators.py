@@ -41,8 +41,23 @@ def test_bad_arguments_are_refused_by_name() -> None:
         linear(x[:, :64], base, refinement, scale, unit, None, 64, 8)
     with pytest.raises(ValueError, match=r"refinement must have shape \(1, 2, 512\)"):
         linear(x, base, refinement[:, :1], scale, unit, None, 64, 8)
-    with pytest.raises(ValueError, match="group_size must be 32, 64 or 128, got 48"):
+    with pytest.raises(ValueError, match=r"group_size must be one of .*, got 48"):
         linear(x, base, refinement, scale, unit, None, 48, 8)
+    with pytest.raises(ValueError, match="overlap must be from 1 to 16, got 99"):
+        linear(x, base, refinement, scale, unit, None, 64, 99)
+    with pytest.raises(ValueError, match=r"x must be float16, .*got torch.float64"):
+        dense_linear(x.double(), x.double(), None)
+
+
+@pytest.mark.parametrize("view", ["draft", "target"])
+def test_the_smallest_activations_have_the_bits_of_the_reference(view: str) -> None:
+    torch.manual_seed(2)
+    planes = Planes.random(16, 64, 64, 8)
+    base, refinement, scale, unit = planes.tiles(device())
+    x = torch.randn(6, 64) * torch.logspace(-38, -30, 6)[:, None]
+    used = refinement if view == "target" else None
+    out = linear(x.to(device()), base, used, scale, unit, None, 64, 8)
+    assert torch.equal(out.cpu(), planes.linear(x, None, view))
 
 
 def test_a_dense_row_has_the_same_bits_alone_and_among_others() -> None:
