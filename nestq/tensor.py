@@ -1,7 +1,7 @@
 """``NestedQuantTensor``: one weight that is a 4-bit and an 8-bit weight at once."""
 
-from collections.abc import Callable
 import hashlib
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
