@@ -70,7 +70,8 @@ def _weight_codes(
 @triton.jit
 def _load_scale(scale_codes, group, GROUPS: tl.constexpr):
     """Words int32 ``[TILES, 8]`` of the scale codes of rows g and g + 8."""
-    return tl.load(scale_codes + group * 8, mask=group < GROUPS, other=0)
+    inside = tl.zeros(scale_codes.shape, tl.int32) + group < GROUPS
+    return tl.load(scale_codes + group * 8, mask=inside, other=0)
 
 
 @triton.jit

@@ -63,7 +63,10 @@ for group_size, overlap in ((32, 8), (64, 0), (64, 8), (128, 16)):
     constants |= {"MAD": WIDE_MAD}
     kernel = prefill_linear.prefill_linear_kernel
     ptx = build(kernel, x | planes, constants, config.warps, config.stages)
-    assert ("wgmma" if sys.argv[1] == "90" else "mma.sync.aligned.m16n8k32") in ptx
+    # Newer Tritons have tcgen05 for data-centre Blackwell.
+    tensor_cores = {"90": ["wgmma"], "100": ["mma.sync.aligned.m16n8k32", "tcgen05.mma"]}
+    names = tensor_cores.get(sys.argv[1], ["mma.sync.aligned.m16n8k32"])
+    assert any(name in ptx for name in names)
 operands = {"x_codes": "i8", "x_sums": "i32", "x_scale": "fp32", "base": "i8", "refinement": "i8"}
 operands |= {"scale_codes": "i32", "unit": "fp32", "bias": "bf16", "out": "bf16"}
 variants = [(0, 1, 1024), (0, 2, 64), (8, 1, 1024), (8, 5, 64), (8, 16, 64), (8, 64, 1024)]
