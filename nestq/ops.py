@@ -5,6 +5,7 @@ selected by name, and for dense linear layers in float32, which have no kernel.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, Literal, get_args
 
 import torch
@@ -52,6 +53,15 @@ def _define(
     torch.library.register_fake(f"nestq::{name}", fake, lib=_library)
 
 
+def _kernels(module: str, function: str) -> Callable[..., Any]:
+    """A function of ``nestq.kernels``, imported when it is called: Triton comes with CUDA only."""
+
+    def call(*args: Any) -> Any:
+        return getattr(import_module(f"nestq.kernels.{module}"), function)(*args)
+
+    return call
+
+
 def _dual_plane_linear(
     x: Tensor,
     base: Tensor,
@@ -66,31 +76,6 @@ def _dual_plane_linear(
     if unit is not None:
         base, refinement, scale = canonical_planes(base, refinement, scale, unit, group_size)
     return nested_linear(x, base, refinement, scale, bias, group_size, overlap)
-
-
-def _dual_plane_linear_kernels(x: Tensor, *args: Any) -> Tensor:
-    # Triton comes with PyTorch for CUDA only.
-    from nestq.kernels.linear import linear
-
-    return linear(x, *args)
-
-
-def _linear_16_kernels(*args: Any) -> Tensor:
-    from nestq.kernels.linear import dense_linear
-
-    return dense_linear(*args)
-
-
-def _kv_append_kernels(*args: Any) -> None:
-    from nestq.kernels.kv_append import kv_append
-
-    kv_append(*args)
-
-
-def _nested_attention_kernels(*args: Any) -> Tensor:
-    from nestq.kernels.nested_attention import nested_attention
-
-    return nested_attention(*args)
 
 
 def _dual_plane_linear_fake(
@@ -109,14 +94,14 @@ _define(
     "Tensor? bias, int group_size, int overlap) -> Tensor",
     _dual_plane_linear,
     _dual_plane_linear_fake,
-    _dual_plane_linear_kernels,
+    _kernels("linear", "linear"),
 )
 
 _define(
     "linear_16(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     linear_16,
     lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
-    _linear_16_kernels,
+    _kernels("linear", "dense_linear"),
 )
 
 _define(
@@ -124,7 +109,7 @@ _define(
     "Tensor(c!) scale) -> ()",
     kv_append,
     lambda *_: None,
-    _kv_append_kernels,
+    _kernels("kv_append", "kv_append"),
 )
 
 _define(
@@ -134,5 +119,5 @@ _define(
     "float scaling, int sliding_window, int recent) -> Tensor",
     nested_attention,
     lambda query, *_: torch.empty_like(query, memory_format=torch.contiguous_format),
-    _nested_attention_kernels,
+    _kernels("nested_attention", "nested_attention"),
 )
