@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nestq.kernels.arguments import check_planes, check_tensor
+from nestq.kernels.tile_operands import left_operand, row_scales
 
 MAX_TOKENS = 16
 
@@ -43,24 +44,10 @@ def _codes_16(base, x, HIGH: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _left(codes, WARPS: tl.constexpr):
-    """``[WARPS, 16, 32]`` of a tile's codes: rows by half and g; columns by slot, t and byte."""
-    codes = codes.reshape(WARPS, 8, 4, 2, 2, 4).permute(0, 3, 1, 4, 2, 5)
-    return codes.reshape(WARPS, 16, 32)
-
-
-@triton.jit
 def _right(x, WARPS: tl.constexpr):
     """``[WARPS, 32, 8]`` of 32 columns of 8 tokens, with the columns in the same order."""
     x = x.reshape(WARPS, 8, 4, 2, 4).permute(0, 3, 2, 4, 1)
     return x.reshape(WARPS, 32, 8)
-
-
-@triton.jit
-def _row_scales(words, WARPS: tl.constexpr):
-    """Scale codes float32 ``[WARPS, 16, 1]`` of words that hold those of rows g and g + 8."""
-    halves = tl.join((words << 16) >> 16, words >> 16)
-    return halves.permute(0, 2, 1).reshape(WARPS, 16, 1).to(tl.float32)
 
 
 @triton.jit
@@ -120,14 +107,14 @@ def base_linear_16_kernel(
             # Tiles outside are the last one again: their results are not stored.
             tile = tl.minimum(first_tile + i, tl.cdiv(rows, 16) - 1).to(tl.int64)
             b = tl.load(base + (tile * BLOCKS + block[:, None]) * 512 + byte, mask=inside, other=0)
-            low = _left(_codes_16(b, x, False, LOW), WARPS)
-            high = _left(_codes_16(b, x, True, HIGH), WARPS)
+            low = left_operand(_codes_16(b, x, False, LOW), WARPS)
+            high = left_operand(_codes_16(b, x, True, HIGH), WARPS)
             scales = ()
             for part in tl.static_range(parts):
                 group = ((block * 64 + part * 32) // GROUP_SIZE)[:, None]
                 at = (tile * GROUPS + group) * 8 + pair
                 words = tl.load(scale_codes + at, mask=group < GROUPS, other=0)
-                scales = scales + (_row_scales(words, WARPS),)
+                scales = scales + (row_scales(words, WARPS)[:, :, None].to(tl.float32),)
             for t in tl.static_range(TOKEN_TILES):
                 products = _products(
                     low, high, activations[2 * t], activations[2 * t + 1], scales, GROUP_SIZE

@@ -18,6 +18,7 @@ from torch import Tensor
 from nestq.kernels.configurations import choose
 from nestq.kernels.exact_sums import add_scaled, scale_sums, wide_mad
 from nestq.kernels.planes import HIGH_BASE, LOW_BASE, base_codes, compose_asm, composed_codes
+from nestq.kernels.tile_operands import left_operand, row_scales
 
 MAX_TOKENS = 64
 
@@ -60,12 +61,10 @@ def _weight_codes(
     WARPS: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Left operand ``[WARPS, 16, 32]``: rows by half and g; columns by slot, t and byte."""
-    b = base.reshape(WARPS, 8, 4, 2, 2, 4).permute(0, 3, 1, 4, 2, 5).reshape(WARPS, 16, 32)
+    """Left operand ``[WARPS, 16, 32]`` of the draft or, with an overlap, the target."""
+    b = left_operand(base, WARPS)
     if OVERLAP:
-        r = refinement.reshape(WARPS, 8, 4, 2, 2, 4)
-        r = r.permute(0, 3, 1, 4, 2, 5).reshape(WARPS, 16, 32)
-        return composed_codes(b, r, OVERLAP, HIGH, ASM)
+        return composed_codes(b, left_operand(refinement, WARPS), OVERLAP, HIGH, ASM)
     return base_codes(b, HIGH, ASM)
 
 
@@ -76,13 +75,6 @@ def _activation_codes(x, TOKENS: tl.constexpr, WARPS: tl.constexpr):
     low, high = tl.split(x)
     low = low.reshape(WARPS, TOKENS, 32).permute(0, 2, 1)
     return low, high.reshape(WARPS, TOKENS, 32).permute(0, 2, 1)
-
-
-@triton.jit
-def _scales(words, WARPS: tl.constexpr):
-    """Scale codes int32 ``[WARPS, 16, 1]`` of words that hold those of rows g and g + 8."""
-    halves = tl.join((words << 16) >> 16, words >> 16)
-    return halves.permute(0, 2, 1).reshape(WARPS, 16, 1)
 
 
 @triton.jit
@@ -233,7 +225,7 @@ def dual_plane_linear_kernel(
                 group = (block * 64 + part * 32) // GROUP_SIZE
                 at = (i * GROUPS + group[:, None]) * 8 + word
                 loaded = _load(scale_codes + at, (group < GROUPS)[:, None], EVEN)
-                scales = scales + (_scales(loaded, WARPS),)
+                scales = scales + (row_scales(loaded, WARPS)[:, :, None],)
             for t in tl.static_range(TOKEN_TILES):
                 total = _add_products(
                     sums[i * TOKEN_TILES + t],

@@ -20,6 +20,7 @@ from torch import Tensor
 from nestq.kernels.arguments import FLOATS, check_planes, check_tensor
 from nestq.kernels.exact_sums import add_scaled, scale_sums, wide_mad
 from nestq.kernels.planes import HIGH_BASE, LOW_BASE, base_codes
+from nestq.kernels.tile_operands import left_operand, row_scales
 
 
 class PrefillConfig(NamedTuple):
@@ -63,8 +64,7 @@ def _weight_codes(
         codes = _target_codes(base, refinement, OVERLAP, HIGH, ASM)
     else:
         codes = base_codes(base, HIGH, ASM)
-    codes = codes.reshape(TILES, 8, 4, 2, 2, 4).permute(0, 3, 1, 4, 2, 5)
-    return codes.reshape(TILES * 16, 32)
+    return left_operand(codes, TILES).reshape(TILES * 16, 32)
 
 
 @triton.jit
@@ -72,12 +72,6 @@ def _load_scale(scale_codes, group, GROUPS: tl.constexpr):
     """Words int32 ``[TILES, 8]`` of the scale codes of rows g and g + 8."""
     inside = tl.zeros(scale_codes.shape, tl.int32) + group < GROUPS
     return tl.load(scale_codes + group * 8, mask=inside, other=0)
-
-
-@triton.jit
-def _row_scales(words, ROWS: tl.constexpr):
-    """Scale codes int32 ``[ROWS]`` of such words."""
-    return tl.join((words << 16) >> 16, words >> 16).permute(0, 2, 1).reshape(ROWS)
 
 
 @triton.jit
@@ -149,7 +143,9 @@ def prefill_linear_kernel(
             x = tl.load(x_codes + block * 64)
             if GROUP_SIZE == 32:
                 dot = tl.dot(low, x.T, out_dtype=tl.int32)
-                acc = add_scaled(acc, dot, _row_scales(scales[2 * i], ROWS)[:, None], MAD)
+                acc = add_scaled(
+                    acc, dot, row_scales(scales[2 * i], TILES).reshape(ROWS)[:, None], MAD
+                )
                 following = following + (_load_scale(scale_codes, next_group + 2 * i, GROUPS),)
                 x = tl.load(x_codes + block * 64 + 32)
                 dot = tl.dot(high, x.T, out_dtype=tl.int32)
@@ -160,7 +156,7 @@ def prefill_linear_kernel(
                 else:
                     dot = tl.dot(codes, x.T, acc=dot, out_dtype=tl.int32)
             if GROUP_SIZE <= 64 or i % 2 == 1:
-                scale = _row_scales(scales[(i + 1) * 64 // GROUP_SIZE - 1], ROWS)
+                scale = row_scales(scales[(i + 1) * 64 // GROUP_SIZE - 1], TILES).reshape(ROWS)
                 acc = add_scaled(acc, dot, scale[:, None], MAD)
                 group = next_group + (i + 1) * 64 // GROUP_SIZE - 1
                 following = following + (_load_scale(scale_codes, group, GROUPS),)
