@@ -208,13 +208,13 @@ def combine_kernel(
     splits,
     window,
     HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
     UNROLL: tl.constexpr,
     WINDOW: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """One row of the result from its splits, in order, as ``merge_splits`` adds them.
+    """Some columns of a row of the result from its splits, in order, as ``merge_splits`` adds them.
 
     The references are known beforehand: as they are powers of two, that changes no bit.
     """
@@ -234,19 +234,26 @@ def combine_kernel(
     seen = (every >= begin) & (every < end)
     exponent = tl.max(tl.load(exponents + part + every, mask=seen, other=EMPTY), axis=0)
     peak = tl.max(tl.load(peaks + part + every, mask=seen, other=EMPTY), axis=0)
-    column = tl.arange(0, PADDED_DIM)[None, :]
-    sum = tl.zeros((1, PADDED_DIM), tl.float32)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    sum = tl.zeros((1, COLUMNS), tl.float32)
     total = tl.zeros((1,), tl.float32)
     for first in range(begin, end, UNROLL):
+        # All loads come before the first sum, else each would wait for the one before.
+        loaded = ()
         for i in tl.static_range(UNROLL):
             split = first + i + tl.arange(0, 1)
             here = part + split
-            shift = tl.load(exponents + here, mask=split < end, other=EMPTY) - exponent
             at = sums + here[:, None] * HEAD_DIM + column
             inside = (split < end)[:, None] & (column < HEAD_DIM)
-            sum += times_two_to(tl.load(at, mask=inside, other=0.0), shift[:, None])
-            shift = tl.load(peaks + here, mask=split < end, other=EMPTY) - peak
-            total += times_two_to(tl.load(totals + here, mask=split < end, other=0.0), shift)
+            loaded = loaded + (
+                tl.load(at, mask=inside, other=0.0),
+                tl.load(exponents + here, mask=split < end, other=EMPTY),
+                tl.load(totals + here, mask=split < end, other=0.0),
+                tl.load(peaks + here, mask=split < end, other=EMPTY),
+            )
+        for i in tl.static_range(UNROLL):
+            sum += times_two_to(loaded[4 * i], (loaded[4 * i + 1] - exponent)[:, None])
+            total += times_two_to(loaded[4 * i + 2], loaded[4 * i + 3] - peak)
     exponent = tl.zeros((1,), tl.float32) + exponent
     peak = tl.zeros((1,), tl.float32) + peak
     result = normalized(sum, exponent, peak, total, UNIT)

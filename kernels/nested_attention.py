@@ -24,6 +24,8 @@ DENSE_DTYPES = (torch.float16, torch.bfloat16)
 FEW_QUERIES = 16
 # Float32 numbers that a call may keep for its splits.
 PARTIAL_SUMS = 1 << 26
+# Columns of the result that a program adds up from all splits.
+COMBINED_COLUMNS = 32
 # Programs that a multiprocessor holds at a time: they use nearly all registers.
 RESIDENT = 2
 
@@ -276,8 +278,7 @@ def _attend(
     )
     if all_splits:
         return out
-    padded_dim = triton.next_power_of_2(head_dim)
-    combine_kernel[(batch * heads * count,)](
+    combine_kernel[(batch * heads * count, triton.cdiv(head_dim, COMBINED_COLUMNS))](
         positions,
         sums,
         *references,
@@ -285,12 +286,12 @@ def _attend(
         *sizes,
         sliding_window,
         HEAD_DIM=head_dim,
-        PADDED_DIM=padded_dim,
+        COLUMNS=COMBINED_COLUMNS,
         PADDED_SPLITS=triton.next_power_of_2(splits),
         UNROLL=min(triton.next_power_of_2(splits), 16),
         WINDOW=sliding_window > 0,
         UNIT=unit,
-        num_warps=max(padded_dim // 32, 1),
+        num_warps=1,
         num_stages=1,
         enable_fp_fusion=False,
     )

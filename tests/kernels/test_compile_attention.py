@@ -56,9 +56,9 @@ for read, rows, all_splits, head_dim in variants if sys.argv[1] == "90" else var
         # Eight loads of keys before the loop and eight in it; sixteen of values.
         assert ptx.count("ld.global.v4.b32") == 16
         assert ptx.count("ld.global.v2.b32") >= 16
-constants = {"HEAD_DIM": 80, "PADDED_DIM": 128, "PADDED_SPLITS": 16, "UNROLL": 16}
+constants = {"HEAD_DIM": 80, "COLUMNS": 32, "PADDED_SPLITS": 16, "UNROLL": 16}
 pointers = partial | {"out": "bf16"}
-build(combine_kernel, pointers, constants | {"WINDOW": True, "UNIT": -4}, warps=4)
+build(combine_kernel, pointers, constants | {"WINDOW": True, "UNIT": -4}, warps=1)
 pointers = dict.fromkeys(("states", "cos", "sin"), "bf16") | {"positions": "i64", "base": "u8"}
 pointers |= {"refinement": "u8", "scale": "fp32"}
 constants = {"HALF": 40, "PADDED": 64, "TOKENS": 4, "ROTATE": True}
