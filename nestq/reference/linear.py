@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nestq.reference.weights import (
     compose,
+    divide,
     fixed_point_scale,
     pad_to_groups,
     unpack_base,
@@ -30,7 +31,7 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     A row of zeros gets zero codes, and so does one whose scale has no inverse in float32.
     """
     x = x.float()
-    scale = x.abs().amax(-1, keepdim=True) / 127
+    scale = divide(x.abs().amax(-1, keepdim=True), 127)
     # One division a row instead of one a value: kernels do the same.
     inverse = 1 / torch.where(scale > SMALLEST_SCALE, scale, 1)
     return (x * inverse).round().clamp(-127, 127).to(torch.int8), scale
@@ -93,7 +94,7 @@ def nested_linear(
             )
         )
     divisor = 1 if refinement is None else overlap
-    out = torch.cat(sums, dim=-1).float() * (activation_scale / divisor * unit)
+    out = torch.cat(sums, dim=-1).float() * (divide(activation_scale, divisor) * unit)
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype).view(*x.shape[:-1], base.shape[0])

@@ -68,6 +68,14 @@ def expand_scale(scale: Tensor, group_size: int) -> Tensor:
     return scale.repeat_interleave(group_size, dim=-1)
 
 
+def divide(x: Tensor, divisor: float) -> Tensor:
+    """``x / divisor`` with the same bits on every device.
+
+    By a plain number, PyTorch divides on a CPU and multiplies with the reciprocal on a GPU.
+    """
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+
+
 def absmax_scale(weight: Tensor, group_size: int, bits: int, scale_dtype: torch.dtype) -> Tensor:
     """Scale ``[N, G]`` that maps the largest magnitude of a group to the largest positive code.
 
@@ -78,7 +86,7 @@ def absmax_scale(weight: Tensor, group_size: int, bits: int, scale_dtype: torch.
         scale_dtype: of the result.
     """
     largest = weight.unflatten(-1, (-1, group_size)).abs().amax(-1)
-    return (largest / code_range(bits)[1]).to(scale_dtype)
+    return divide(largest, code_range(bits)[1]).to(scale_dtype)
 
 
 def fixed_point_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,5 +202,5 @@ def dequantize(
     if refinement is not None:
         codes = compose(codes, unpack_refinement(refinement, group_size), overlap)
         divisor = overlap
-    dense = codes.to(compute) * expand_scale(scale.to(compute), group_size) / divisor
+    dense = divide(codes.to(compute) * expand_scale(scale.to(compute), group_size), divisor)
     return dense[..., :in_features].to(dtype)
