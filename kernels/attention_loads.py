@@ -18,7 +18,7 @@ from nestq.kernels.kv_codes import BASE, DENSE, RECENT
 
 
 @triton.jit
-def _load(plane, key, element, inside, HALF: tl.constexpr, READ: tl.constexpr):
+def load_plane(plane, key, element, inside, HALF: tl.constexpr, READ: tl.constexpr):
     """Words of a key's ``HALF`` bytes, which may end within a word, or elements of its half."""
     if READ == DENSE:
         at = key.to(tl.int64) * (2 * HALF) + element
@@ -58,13 +58,13 @@ def load_keys(
         key = start + thread // 4 + i // P * 32
         element = thread % 4 * N + tl.arange(0, N)[None, :] + i % P * (4 * N)
         inside = key < limit
-        x = _load(base, key, element, inside, HALF, READ)
+        x = load_plane(base, key, element, inside, HALF, READ)
         coarse = coarse + (x if READ == DENSE else x.reshape(128, N // 2, 2),)
         if READ != BASE:
             plane = base + HALF if READ == DENSE else refinement
             if READ == RECENT:
                 inside = inside & (key >= fine_start)
-            x = _load(plane, key, element, inside, HALF, READ)
+            x = load_plane(plane, key, element, inside, HALF, READ)
             fine = fine + (x if READ == DENSE else x.reshape(128, N // 2, 2),)
     return coarse, fine
 
@@ -91,22 +91,22 @@ def load_values(
         odd = even + 1
         even_inside = even < limit
         odd_inside = odd < limit
-        first = _load(base, even, element, even_inside, HALF, READ)
-        second = _load(base, odd, element, odd_inside, HALF, READ)
+        first = load_plane(base, even, element, even_inside, HALF, READ)
+        second = load_plane(base, odd, element, odd_inside, HALF, READ)
         coarse = coarse + (tl.join(first, second),)
         if READ != BASE:
             plane = base + HALF if READ == DENSE else refinement
             if READ == RECENT:
                 even_inside = even_inside & (even >= fine_start)
                 odd_inside = odd_inside & (odd >= fine_start)
-            first = _load(plane, even, element, even_inside, HALF, READ)
-            second = _load(plane, odd, element, odd_inside, HALF, READ)
+            first = load_plane(plane, even, element, even_inside, HALF, READ)
+            second = load_plane(plane, odd, element, odd_inside, HALF, READ)
             fine = fine + (tl.join(first, second),)
     return coarse, fine
 
 
 @triton.jit
-def _join_halves(parts):
+def join_halves(parts):
     HALF: tl.constexpr = len(parts) // 2
     joined = ()
     for i in tl.static_range(HALF):
@@ -117,7 +117,7 @@ def _join_halves(parts):
 @triton.jit
 def stacked(parts):
     """8 or 16 tensors along as many bits of an index, the highest first, as last dimensions."""
-    parts = _join_halves(_join_halves(_join_halves(parts)))
+    parts = join_halves(join_halves(join_halves(parts)))
     if len(parts) == 2:
-        parts = _join_halves(parts)
+        parts = join_halves(parts)
     return parts[0]

@@ -120,7 +120,7 @@ def _value_operand(elements):
 
 
 @triton.jit
-def _scores(
+def products(
     query_low,
     query_high,
     keys,
@@ -138,7 +138,7 @@ def _scores(
 
 
 @triton.jit
-def _weight_operand(x):
+def weight_operand(x):
     """Weights ``[W, R, 64]`` as an operand ``[W, 64, R]``, keys in the order of values."""
     R: tl.constexpr = x.shape[1]
     x = x.reshape(WARPS, R, 2, 2, 2, 4, 2).permute(0, 2, 3, 5, 4, 6, 1)
@@ -146,13 +146,13 @@ def _weight_operand(x):
 
 
 @triton.jit
-def _weighted(weight, values, READ: tl.constexpr, HIGH: tl.constexpr, ASM: tl.constexpr):
+def weighted_sums(weight, values, READ: tl.constexpr, HIGH: tl.constexpr, ASM: tl.constexpr):
     """The low or high half ``[W, PADDED, R]`` of weighted sums of a warp's values."""
     return tl.dot(_value_operand(_elements(values, READ, HIGH, ASM)), weight)
 
 
 @triton.jit
-def _added(x):
+def sum_pairs(x):
     """Sum of the four elements of the last two dimensions, in pairs of neighbours."""
     even, odd = tl.split(x)
     even, odd = tl.split(even + odd)
@@ -160,13 +160,13 @@ def _added(x):
 
 
 @triton.jit
-def _merged(x, shift):
+def merge_warps(x, shift):
     """Sum over warps ``[R, PADDED]`` of ``x * 2 ** shift``, elements in their natural order."""
     PADDED: tl.constexpr = x.shape[1]
     R: tl.constexpr = x.shape[2]
     x = times_two_to(x, shift[:, None, :])
     x = x.reshape(2, 2, PADDED // 8, 8, R).permute(4, 3, 2, 0, 1)
-    return _added(x.reshape(R, PADDED, 2, 2))
+    return sum_pairs(x.reshape(R, PADDED, 2, 2))
 
 
 @triton.jit
@@ -176,12 +176,12 @@ def _half_sums(
 ):  # fmt: skip
     """One half ``[R, PADDED]`` of what :func:`attend_split` returns."""
     if READ == RECENT:
-        sums = _weighted(weight, values, BASE, HIGH, ASM)
+        sums = weighted_sums(weight, values, BASE, HIGH, ASM)
         if some_fine:
-            sums += _weighted(fine_weight, values, FINE, HIGH, ASM)
+            sums += weighted_sums(fine_weight, values, FINE, HIGH, ASM)
     else:
-        sums = _weighted(weight, values, READ, HIGH, ASM)
-    return _merged(sums, shift)
+        sums = weighted_sums(weight, values, READ, HIGH, ASM)
+    return merge_warps(sums, shift)
 
 
 @triton.jit
@@ -206,12 +206,12 @@ def split_scores(
     if WINDOW:
         visible = visible & (key[:, None, :] >= first_key[None, :, None])
     if READ == RECENT:
-        scores = _scores(query_low, query_high, keys, R, BASE, ASM)
+        scores = products(query_low, query_high, keys, R, BASE, ASM)
         if some_fine:
             recent = key[:, None, :] >= first_fine[None, :, None]
-            scores += tl.where(recent, _scores(query_low, query_high, keys, R, FINE, ASM), 0.0)
+            scores += tl.where(recent, products(query_low, query_high, keys, R, FINE, ASM), 0.0)
     else:
-        scores = _scores(query_low, query_high, keys, R, READ, ASM)
+        scores = products(query_low, query_high, keys, R, READ, ASM)
     if READ != DENSE:
         scores *= scale[:, None, :]
     return tl.where(visible, scores * row_factor[None, :, None], float("-inf"))
@@ -252,12 +252,12 @@ def attend_split(
     top_exponent = tl.max(exponent, axis=0)
     shift = exponent - top_exponent[None, :]
     total = times_two_to(total, peak - top_peak[None, :])
-    total = _added(total.reshape(2, 2, R).permute(2, 0, 1))
+    total = sum_pairs(total.reshape(2, 2, R).permute(2, 0, 1))
     fine_weight = weight
     if READ == RECENT:
         fine_weight = tl.where(key[:, None, :] >= first_fine[None, :, None], weight, 0.0)
-    weight = _weight_operand(weight)
-    fine_weight = _weight_operand(fine_weight)
+    weight = weight_operand(weight)
+    fine_weight = weight_operand(fine_weight)
     low = _half_sums(weight, fine_weight, values, shift, some_fine, READ, False, ASM)
     high = _half_sums(weight, fine_weight, values, shift, some_fine, READ, True, ASM)
     return top_exponent, low, high, top_peak, total
