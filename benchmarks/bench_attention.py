@@ -6,6 +6,7 @@ Batch 1, head size 128, all keys visible, cache cold in the L2 cache.
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from gpu_timing import copies_for, graph_microseconds, write_result
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 
 from nestq.kernels.nested_attention import attention_16, nested_attention
 
@@ -89,20 +91,19 @@ def main() -> None:
     table = Table(title=f"Attention, {HEADS} heads of {HEAD_DIM}, {torch.cuda.get_device_name()}")
     for column in ("KV heads", "keys", "queries", "kind", "us", "bytes / bandwidth"):
         table.add_column(column, justify="left" if column == "kind" else "right")
+    shapes = itertools.product(options.kv_heads, options.keys, options.queries)
     entries = []
-    for kv_heads in options.kv_heads:
-        for keys in options.keys:
-            for queries in options.queries:
-                for kind, calls in kinds.items():
-                    work, bytes_read = calls(kv_heads, keys, queries)
-                    time, floor = graph_microseconds(work), bytes_read / options.bandwidth / 1e6
-                    shape = {"kv_heads": kv_heads, "keys": keys, "queries": queries}
-                    entries.append({**shape, "kind": kind, "microseconds": time, "floor": floor})
-                    sizes = (str(size) for size in shape.values())
-                    table.add_row(*sizes, kind, f"{time:.1f}", f"{floor:.1f}")
+    for (kv_heads, keys, queries), kind in tqdm(list(itertools.product(shapes, kinds))):
+        work, bytes_read = kinds[kind](kv_heads, keys, queries)
+        time, floor = graph_microseconds(work), bytes_read / options.bandwidth / 1e6
+        del work  # before the next shape's caches
+        shape = {"kv_heads": kv_heads, "keys": keys, "queries": queries}
+        entries.append({**shape, "kind": kind, "microseconds": time, "floor": floor})
+        sizes = (str(size) for size in shape.values())
+        table.add_row(*sizes, kind, f"{time:.1f}", f"{floor:.1f}")
+        if options.json:
+            write_result(options.json, {"rows": entries})
     Console().print(table)
-    if options.json:
-        write_result(options.json, {"rows": entries})
 
 
 if __name__ == "__main__":

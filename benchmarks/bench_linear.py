@@ -8,7 +8,8 @@ operator as a model calls it, quantization of the activations included.
 """
 
 import argparse
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from gpu_timing import copies_for, graph_microseconds, write_result
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from tqdm import tqdm
 
 from nestq.kernels.act_quant import act_quant
 from nestq.kernels.dual_plane_linear import dual_plane_linear
@@ -130,28 +132,24 @@ def gemlite_times(layer: list[tuple[int, int]], rows: int) -> dict[str, float]:
     return times
 
 
-def measure(model: str, rows: list[int], group_size: int, bandwidth: float) -> list[dict]:
-    """One entry for each kernel and number of rows."""
-    entries = []
+def measure(model: str, rows: int, options: argparse.Namespace) -> Iterator[dict]:
+    """One entry for each kernel."""
 
-    def add(name: str, count: int, time: float, whole: float | None, bytes_read: int) -> None:
-        entry = {"model": model, "linears": name, "rows": count, "microseconds": time}
-        entry["with_activations"] = whole
-        entry["floor"] = bytes_read / bandwidth / 1e6
-        entries.append(entry)
+    def entry(name: str, time: float, whole: float, bytes_read: int) -> dict:
+        times = {"microseconds": time, "with_activations": whole}
+        floor = bytes_read / options.bandwidth / 1e6
+        return {"model": model, "linears": name, "rows": rows, **times, "floor": floor}
 
     layer = LAYERS[model]
-    for count in rows:
-        for name, both in (("nestq base (W4A8)", False), ("nestq both planes (W8A8)", True)):
-            kernel, operator, bytes_read = nested_times(layer, count, group_size, both)
-            add(name, count, kernel, operator, bytes_read)
-        cublas, ours, bytes_read = dense_times(layer, count)
-        add("cuBLAS BF16", count, cublas, cublas, bytes_read)
-        add("nestq linear_16 (BF16)", count, ours, ours, bytes_read)
-        for name, time in gemlite_times(layer, count).items():
+    for name, both in (("nestq base (W4A8)", False), ("nestq both planes (W8A8)", True)):
+        yield entry(name, *nested_times(layer, rows, options.group_size, both))
+    cublas, ours, bytes_read = dense_times(layer, rows)
+    yield entry("cuBLAS BF16", cublas, cublas, bytes_read)
+    yield entry("nestq linear_16 (BF16)", ours, ours, bytes_read)
+    if options.gemlite:
+        for name, time in gemlite_times(layer, rows).items():
             bytes_read = sum(n * k for n, k in layer) // (2 if name == "A16W4" else 1)
-            add(f"gemlite {name}", count, time, time, bytes_read)
-    return entries
+            yield entry(f"gemlite {name}", time, time, bytes_read)
 
 
 def main() -> None:
@@ -161,6 +159,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 5])
     parser.add_argument("--group-size", type=int, choices=(32, 64, 128), default=64)
     parser.add_argument("--bandwidth", type=float, required=True, help="of the memory, TB/s")
+    gemlite = "time gemlite, which tunes itself for minutes, if it is installed"
+    parser.add_argument(
+        "--gemlite", action=argparse.BooleanOptionalAction, default=True, help=gemlite
+    )
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     options = parser.parse_args()
     if not all(1 <= rows <= 16 for rows in options.rows):
@@ -172,15 +174,16 @@ def main() -> None:
     for column in ("model", "linears", "rows", "us", "with activations", "bytes / bandwidth"):
         table.add_column(column, justify="left" if column in ("model", "linears") else "right")
     entries = []
-    for model in options.model:
-        entries += measure(model, options.rows, options.group_size, options.bandwidth)
+    for model, rows in tqdm(list(itertools.product(options.model, options.rows))):
+        for entry in measure(model, rows, options):
+            entries.append(entry)
+            if options.json:
+                write_result(options.json, {"group_size": options.group_size, "rows": entries})
     for entry in entries:
         times = (entry["microseconds"], entry["with_activations"], entry["floor"])
         numbers = (f"{time:.1f}" for time in times)
         table.add_row(entry["model"], entry["linears"], str(entry["rows"]), *numbers)
     Console().print(table)
-    if options.json:
-        write_result(options.json, {"group_size": options.group_size, "rows": entries})
 
 
 if __name__ == "__main__":
