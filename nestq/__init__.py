@@ -16,7 +16,13 @@ from nestq.ops import select_implementation
 from nestq.quantize import quantize_
 from nestq.recipes import bitnest_w4w8, w8a8
 from nestq.report import QuantizationReport
-from nestq.speculative import DecodingMetrics, SpeculativeOutput, decode, speculative_generate
+from nestq.speculative import (
+    DecodingMetrics,
+    SpeculativeOutput,
+    decode,
+    release_graphs,
+    speculative_generate,
+)
 from nestq.tensor import NestedQuantTensor
 from nestq.view import nest_view
 
@@ -37,6 +43,7 @@ __all__ = [
     "load",
     "nest_view",
     "quantize_",
+    "release_graphs",
     "save",
     "select_implementation",
     "speculative_generate",

@@ -34,6 +34,11 @@ def select_implementation(name: Implementation) -> None:
     _selected = name
 
 
+def selected_implementation() -> Implementation:
+    """What computes ``nestq::`` operators on a GPU now."""
+    return _selected
+
+
 def _define(
     schema: str,
     reference: Callable[..., Any],

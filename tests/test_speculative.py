@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from nestq.kv_cache import NestedKVCache, cache_keyword
 from nestq.kv_policy import KVPolicy
-from nestq.speculative import decode, generate, speculative_generate
+from nestq.speculative import decode, speculative_generate
+from nestq.speculative.selection import GreedySelection
 from nestq.view import current_view
 
 
@@ -155,13 +156,13 @@ def test_accepting_every_draft_token_is_noticed(monkeypatch: pytest.MonkeyPatch)
     expected = run(model, tokens, gamma=0).sequences
     assert torch.equal(run(model, tokens, gamma=4).sequences, expected)
 
-    def accept_everything(nested: Any, ids: Tensor, last: Tensor, gamma: int, select: Any) -> Any:
-        own, accepted = verify(nested, ids, last, gamma, select)
-        drafts = ids.gather(1, last + torch.arange(1, gamma + 1))
+    def accept_everything(self: Any, logits: Tensor, ids: Tensor, last: Tensor) -> Any:
+        own, accepted = verify(self, logits, ids, last)
+        drafts = ids.gather(1, last + torch.arange(1, own.shape[1]))
         return torch.cat((drafts, own[:, -1:]), dim=1), torch.ones_like(accepted)
 
-    verify = generate.verify
-    monkeypatch.setattr(generate, "verify", accept_everything)
+    verify = GreedySelection.verify
+    monkeypatch.setattr(GreedySelection, "verify", accept_everything)
     broken = run(model, tokens, gamma=4)
     assert broken.metrics.slot_acceptance == 1
     assert not torch.equal(broken.sequences, expected)

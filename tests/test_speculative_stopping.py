@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from speculative_runs import PAD, nested_model, padded_prompts, run
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
+from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -16,7 +17,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from nestq.kv_cache import NestedKVCache
 from nestq.speculative import speculative_generate
+from nestq.speculative.state import DecodingState
 from nestq.speculative.stopping import Stopping
 
 
@@ -51,16 +54,38 @@ def test_a_block_ends_where_transformers_ends_it(
     ids[:, : width + 3] = known
     ids.scatter_(1, last + torch.arange(1, count + 1), tokens)
 
-    kept, ended = Stopping(criteria)(ids, tokens, last, offered)
+    stopping = Stopping(criteria)
+    state = decoding_state(ids, last, stopping, gamma=count - 1)
+    state.finished.copy_(offered == 0)
+    state.keep(last, tokens, torch.arange(1, count) < offered[:, None])
     for row in range(batch):
+        start = int(last[row]) + 1
+        kept, ended = int(state.report[row, 0]), bool(state.finished[row])
+        end = stopping.first_end(ids[row : row + 1], start, start + kept - 1)
+        if end is not None:
+            kept, ended = end - start + 1, True
         expected = 0, False
         while expected[0] < offered[row] and not expected[1]:
-            length = int(last[row]) + 1 + expected[0] + 1
+            length = start + expected[0] + 1
             expected = expected[0] + 1, bool(criteria(ids[row : row + 1, :length], None))
         if offered[row]:  # a finished row offers nothing and stays finished
-            assert (int(kept[row]), bool(ended[row])) == expected
+            assert (kept, ended) == expected
         else:
-            assert kept[row] == 0
+            assert kept == 0
+        assert (state.ids[row, start + int(state.report[row, 0]) :] == PAD).all()
+
+
+def decoding_state(ids: Tensor, last: Tensor, stopping: Stopping, gamma: int) -> DecodingState:
+    """A state whose rows have their last known token in the columns ``last``."""
+    config = nested_model().config
+    columns = stopping.max_length + gamma + 1
+    cache = NestedKVCache(config, columns, len(ids))
+    state = DecodingState(cache, columns, gamma, ends=4)
+    state.begin(ids[:, :1], torch.zeros(len(ids), 1), stopping.max_length, PAD, stopping.eos)
+    for row, column in enumerate(last[:, 0].tolist()):
+        state.ids[row, : column + 1] = ids[row, : column + 1]
+    cache.lengths.copy_(last[:, 0])
+    return state
 
 
 def test_a_maximum_length_is_needed() -> None:
@@ -68,6 +93,8 @@ def test_a_maximum_length_is_needed() -> None:
         Stopping(StoppingCriteriaList([EosTokenCriteria(1)]))
     lengths = StoppingCriteriaList([MaxLengthCriteria(7), MaxLengthCriteria(5)])
     assert Stopping(lengths).max_length == 5
+    ends = [EosTokenCriteria([3, 4]), EosTokenCriteria(7)]
+    assert Stopping(StoppingCriteriaList([*lengths, *ends])).eos == [3, 4, 7]
 
 
 class EndsAt(StoppingCriteria):

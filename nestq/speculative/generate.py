@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,9 +24,12 @@ from nestq.attention import nested_attention_implementation
 from nestq.kv_cache import NestedKVCache
 from nestq.kv_policy import KVPolicy
 from nestq.speculative import requests
+from nestq.speculative.graphs import Shape, addresses, captured_decoding, round_up_columns
+from nestq.speculative.loop import ColumnStream, Transcript, complete
 from nestq.speculative.metrics import DecodingMetrics, Stopwatch
-from nestq.speculative.round import NestedForward, draft, prefill, verify
+from nestq.speculative.round import NestedForward, Round, prefill
 from nestq.speculative.selection import GreedySelection
+from nestq.speculative.state import DecodingState
 from nestq.speculative.stopping import Stopping
 
 DEFAULT_POLICY = KVPolicy("kv8")
@@ -55,6 +59,7 @@ def speculative_generate(
     *,
     gamma: int = 4,
     kv: str | KVPolicy | None = None,
+    cuda_graph: bool | None = None,
     streamer: BaseStreamer | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     **generate_kwargs: Any,
@@ -75,6 +80,10 @@ def speculative_generate(
         gamma: draft tokens a round, 0 to 16.
         kv: what drafts read of the cache, for example ``"kv4/kv8"``; default ``"kv8/kv8"``, or the
             policy of a ``cache`` that is given.
+        cuda_graph: whether each round is one replay of a CUDA graph, which runs no Python of the
+            model (hooks, for example); None for yes wherever it is possible: on one GPU, without
+            logits processors. The first call of a batch size and length captures it, and later
+            calls take it over, with its KV cache: see :func:`release_graphs`.
         streamer: gets the prompt and, as soon as they are accepted, the tokens; its ``end`` is
             called when the call ends, with an error too.
         tokenizer: needed for ``stop_strings``.
@@ -105,7 +114,9 @@ def speculative_generate(
             requests.check_prompts(original, prompts, generate_kwargs.get("attention_mask"))
         if option("stop_strings") is not None:
             generate_kwargs |= _stop_strings_as_criteria(option, tokenizer)
-        loop = partial(decode, gamma=gamma, kv=kv, streamer=streamer, forward=model)
+        loop = partial(
+            decode, gamma=gamma, kv=kv, cuda_graph=cuda_graph, streamer=streamer, forward=model
+        )
         return original.generate(inputs, custom_generate=loop, streamer=streamer, **generate_kwargs)
     finally:
         if streamer is not None:
@@ -122,6 +133,7 @@ def decode(
     *,
     gamma: int = 4,
     kv: str | KVPolicy | None = None,
+    cuda_graph: bool | None = None,
     streamer: BaseStreamer | None = None,
     forward: Callable[..., Any] | None = None,
     **model_kwargs: Any,
@@ -142,6 +154,7 @@ def decode(
         generation_config: of the call.
         gamma: draft tokens a round, 0 to 16.
         kv: as in :func:`speculative_generate`.
+        cuda_graph: as in :func:`speculative_generate`.
         streamer: gets the new tokens, ``[B]`` at a time; ``end`` is left to its owner.
         forward: called in place of ``model``: what ``torch.compile`` made of it.
         **model_kwargs: what else ``generate`` prepared.
@@ -156,6 +169,8 @@ def decode(
     requests.check_prompts(model, input_ids, model_kwargs.get("attention_mask"))
     batch, width = input_ids.shape
     requests.check_processors(logits_processor, batch)
+    selection = GreedySelection(logits_processor)
+    in_graph = requests.check_cuda_graph(cuda_graph, model, selection)
     stopping = Stopping(stopping_criteria)
     pad_token = _pad_token(generation_config, stopping, batch)
     tokens = input_ids.to(model.device)
@@ -163,115 +178,87 @@ def decode(
     columns = stopping.max_length + gamma + 1
     requests.check_context(model.config, stopping.max_length - int(pads.min()))
     requests.check_rotary(model.config, width - 1 - int(pads.max()), columns - int(pads.min()))
-    cache = _cache(model, model_kwargs, kv, batch, columns)
+    given = _given_cache(model, model_kwargs, kv, batch, columns)
+    policy = KVPolicy.parse(kv or DEFAULT_POLICY) if given is None else given.policy
+    if given is not None:
+        columns = given.get_max_length()
+    elif in_graph:
+        columns = round_up_columns(columns)
 
-    ids = torch.full((batch, columns), pad_token, device=model.device)
-    ids[:, :width] = tokens
-    chunk = generation_config.prefill_chunk_size or width
-    with nested_attention_implementation(model):
-        nested = NestedForward(model, model if forward is None else forward, cache, pads)
-        select = GreedySelection(logits_processor)
-        stream = _ColumnStream(streamer, width)
-        metrics = _decode_rounds(
-            nested, ids, width, pad_token, gamma, chunk, select, stopping, stream
-        )
-    sequences = ids[:, : int(nested.last().max()) + 1].to(input_ids.device)
+    forward = model if forward is None else forward
+    weights = addresses(model) if in_graph else 0
+    # Few numbers of end tokens, so that calls share graphs.
+    ends = -(-len(stopping.eos) // 4) * 4
+    shape = Shape(batch, columns, gamma, ends, policy, id(forward), weights)
+    keep = in_graph and given is None
+    transcript = Transcript(tokens.cpu(), pads[:, 0].cpu(), stopping.max_length, pad_token)
+    stream = ColumnStream(streamer, width)
+    with (
+        nested_attention_implementation(model),
+        captured_decoding(model, shape, given, keep) as captured,
+    ):
+        state = captured.state
+        nested = NestedForward(model, forward, state.cache, state.pads)
+        run: Callable[[int], None]
+        if in_graph:
+            one_round = Round(nested, state, gamma, selection, lambda phase: nullcontext())
+            captured.graphs.capture(one_round, (width, stopping.max_length))
+            run = captured.graphs.replay
+            watch = Stopwatch(model.device)
+        else:
+            watch = Stopwatch(model.device)
+            run = Round(nested, state, gamma, selection, watch)
+        state.begin(tokens, pads, stopping.max_length, pad_token, stopping.eos)
+        with watch("prefill"):
+            prefill(nested, tokens[:, :-1], generation_config.prefill_chunk_size or width)
+        ahead = 1 if in_graph and not stopping.others else 0
+        verifications = complete(run, state, transcript, stopping, stream, ahead)
+        metrics = _metrics(state, transcript, watch, verifications, width, in_graph)
+        cache = captured.lend_cache() if keep else state.cache
+
+    sequences = transcript.sequences().to(input_ids.device)
     if not generation_config.return_dict_in_generate:
         return sequences
     fields: dict[str, Any] = {_CACHE_FIELD: cache, "sequences": sequences, "metrics": metrics}
     return SpeculativeOutput(**fields)
 
 
-def _decode_rounds(
-    model: NestedForward,
-    ids: Tensor,
+def _metrics(
+    state: DecodingState,
+    transcript: Transcript,
+    watch: Stopwatch,
+    verifications: int,
     width: int,
-    pad_token: int,
-    gamma: int,
-    chunk: int,
-    select: GreedySelection,
-    stopping: Stopping,
-    stream: "_ColumnStream",
+    in_graph: bool,
 ) -> DecodingMetrics:
-    """Complete the prompts in the first ``width`` columns of ``ids``, in place.
-
-    The prefill leaves out the last token of the prompt: it begins the first round, so that every
-    new token comes from a round.
-    """
-    watch = Stopwatch(ids.device)
-    offsets = torch.arange(1, gamma + 2, device=ids.device)
-    finished = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-    rounds = torch.zeros((), dtype=torch.int64, device=ids.device)
-    accepted_per_position = torch.zeros(gamma, dtype=torch.int64, device=ids.device)
-    verifications = 0
-
-    with watch("prefill"):
-        prefill(model, ids[:, : width - 1], chunk)
-    while not finished.all():
-        last = model.last()
-        with watch("draft"):
-            draft(model, ids, last, gamma, select)
-        with watch("verification"):
-            tokens, accepted = verify(model, ids, last, gamma, select)
-        accepted &= ~finished[:, None]
-        accepted_per_position += accepted.sum(0)
-        rounds += (~finished).sum()
-        verifications += 1
-
-        ids.scatter_(1, last + offsets, tokens)
-        count = (accepted.sum(1) + 1).masked_fill(finished, 0)
-        kept, ended = stopping(ids, tokens, last, count)
-        ids.scatter_(1, last + offsets, tokens.masked_fill(offsets > kept[:, None], pad_token))
-        model.cache.lengths += kept
-        finished |= ended
-        stream.send(ids, model.last(), finished)
-
+    seconds: dict[str, Any] = watch.seconds()
+    if in_graph:
+        seconds |= {"draft_seconds": None, "verification_seconds": None}
     return DecodingMetrics(
-        gamma=gamma,
-        batch=len(ids),
-        rounds=int(rounds),
+        gamma=len(state.accepted_per_position),
+        batch=len(state.ids),
+        rounds=int(state.rounds),
         verifications=verifications,
-        accepted_per_position=accepted_per_position.tolist(),
-        tokens=int((model.last() + 1 - width).sum()),
-        **watch.seconds(),
+        accepted_per_position=state.accepted_per_position.tolist(),
+        tokens=int((transcript.last + 1 - width).sum()),
+        in_graph=in_graph,
+        **seconds,
     )
 
 
-class _ColumnStream:
-    """Gives a streamer new tokens as transformers does: one column of the batch at a time.
-
-    A column is sent when every row has it; a finished row has padding.
-    """
-
-    def __init__(self, streamer: BaseStreamer | None, width: int) -> None:
-        self.streamer = streamer
-        self.sent = width
-
-    def send(self, ids: Tensor, last: Tensor, finished: Tensor) -> None:
-        if self.streamer is None:
-            return
-        known = last[:, 0] + 1
-        unfinished = known[~finished]
-        ready = int(unfinished.min() if len(unfinished) else known.max())
-        for column in ids[:, self.sent : ready].T.cpu():
-            self.streamer.put(column)
-        self.sent = max(self.sent, ready)
-
-
-def _cache(
+def _given_cache(
     model: PreTrainedModel,
     model_kwargs: dict[str, Any],
     kv: str | KVPolicy | None,
     batch: int,
     columns: int,
-) -> NestedKVCache:
-    """The user's cache, or a new one in place of what transformers made."""
+) -> NestedKVCache | None:
+    """The user's cache, not the one that transformers makes where there is none."""
     policy = None if kv is None else KVPolicy.parse(kv)
     for given in (model_kwargs.get(name) for name in requests.CACHES):
         if getattr(given, "_is_user_defined", False):
             return requests.check_cache(given, policy, batch, columns, model.device)
-    config = model.config.get_text_config(decoder=True)
-    return NestedKVCache(config, columns, batch, model.device, policy or DEFAULT_POLICY)
+    return None
 
 
 def _pad_token(config: GenerationConfig, stopping: Stopping, batch: int) -> int:

@@ -28,8 +28,10 @@ class DecodingMetrics:
         accepted_per_position: for each of the gamma positions, row-rounds that kept the draft token
             there, which takes the ones before it to be kept as well.
         tokens: new tokens in the output, without padding.
-        prefill_seconds, draft_seconds, verification_seconds: time of these phases.
+        prefill_seconds, draft_seconds, verification_seconds: time of these phases; the last two
+            are None where a round is one CUDA graph.
         total_seconds: time from the start of the prefill to the last token.
+        in_graph: whether rounds were replays of a CUDA graph.
     """
 
     gamma: int
@@ -39,9 +41,10 @@ class DecodingMetrics:
     accepted_per_position: list[int]
     tokens: int
     prefill_seconds: float
-    draft_seconds: float
-    verification_seconds: float
+    draft_seconds: float | None
+    verification_seconds: float | None
     total_seconds: float
+    in_graph: bool = False
 
     @property
     def drafted(self) -> int:
@@ -88,7 +91,7 @@ class DecodingMetrics:
         """A plain-text table with units."""
         per_position = " ".join(f"{share:.3f}" for share in self.acceptance_per_position)
         other = self.total_seconds - self.prefill_seconds
-        other -= self.draft_seconds + self.verification_seconds
+        other -= (self.draft_seconds or 0) + (self.verification_seconds or 0)
         lines = {
             "gamma": f"{self.gamma} draft tokens a round",
             "new tokens": f"{self.tokens} in {self.batch} row(s)",
@@ -100,10 +103,13 @@ class DecodingMetrics:
             "speed": f"{self.tokens_per_second:.2f} tokens/s",
             "total": f"{self.total_seconds:.3f} s",
             "  prefill": f"{self.prefill_seconds:.3f} s",
-            "  draft": f"{self.draft_seconds:.3f} s",
-            "  verification": f"{self.verification_seconds:.3f} s",
-            "  other": f"{other:.3f} s",
         }
+        if self.in_graph:
+            lines["  rounds"] = f"{other:.3f} s, one CUDA graph each"
+        else:
+            lines["  draft"] = f"{self.draft_seconds:.3f} s"
+            lines["  verification"] = f"{self.verification_seconds:.3f} s"
+            lines["  other"] = f"{other:.3f} s"
         width = max(map(len, lines))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 

@@ -13,9 +13,11 @@ from transformers import (
     SynthIDTextWatermarkLogitsProcessor,
 )
 
+from nestq import ops
 from nestq.argument_checks import check_int, first_in_training
 from nestq.kv_cache import NestedKVCache
 from nestq.kv_policy import KVPolicy
+from nestq.speculative.selection import Selection
 from nestq.tensor import NestedQuantTensor
 
 MAX_GAMMA = 16
@@ -147,6 +149,23 @@ def check_inputs(model_kwargs: dict[str, Any]) -> None:
     unknown = [k for k, value in model_kwargs.items() if k not in known and value is not None]
     if unknown:
         raise ValueError(f"{unknown[0]} is not supported: the model is given token ids only")
+
+
+def check_cuda_graph(cuda_graph: bool | None, model: PreTrainedModel, selection: Selection) -> bool:
+    """Whether rounds are to be CUDA graphs; refused where they were asked for and cannot be."""
+    if cuda_graph not in (None, True, False):
+        raise ValueError(f"cuda_graph must be True, False or None, got {cuda_graph!r}")
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    obstacles = {
+        f"the model is on {', '.join(sorted(devices))}": model.device.type != "cuda"
+        or len(devices) > 1,
+        "logits processors run on the host": selection.waits,
+        "the reference implementation is selected": ops.selected_implementation() == "reference",
+    }
+    obstacle = next((text for text, there in obstacles.items() if there), None)
+    if cuda_graph and obstacle:
+        raise ValueError(f"cuda_graph=True is not possible here: {obstacle}")
+    return obstacle is None and cuda_graph is not False
 
 
 def check_prompts(model: PreTrainedModel, ids: Any, mask: Any) -> None:

@@ -7,6 +7,7 @@ keys and values of every known token but the last one, written by the target.
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nestq.kv_cache import NestedKVCache, cache_keyword
+from nestq.speculative.selection import Selection
+from nestq.speculative.state import DecodingState
 from nestq.view import View, nest_view
-
-Select = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class NestedForward:
@@ -27,6 +28,10 @@ class NestedForward:
         forward: what is called: the model, or what ``torch.compile`` made of it.
         cache: its ``lengths`` say how many positions of each row are verified.
         pads: int64 ``[B, 1]``, padding columns of each row.
+
+    Attributes:
+        context_length: cached positions of the longest row as the host knows them; what a draft
+            reads may depend on it, and no result does.
     """
 
     def __init__(
@@ -42,15 +47,6 @@ class NestedForward:
         self.context_length = 0
         self.keywords = {cache_keyword(model): cache, "use_cache": True, "return_dict": True}
         self.can_skip_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-
-    def last(self) -> Tensor:
-        """Column ``[B, 1]`` of the last known token of each row."""
-        return self.cache.lengths[:, None] + self.pads
-
-    def update_context_length(self) -> None:
-        """Tell the host how long the longest row is, if what a draft reads depends on it."""
-        if self.cache.policy.kind == "auto":
-            self.context_length = int(self.cache.lengths.max())
 
     def __call__(
         self,
@@ -87,29 +83,58 @@ def prefill(model: NestedForward, tokens: Tensor, chunk: int) -> None:
     model.cache.lengths.copy_(tokens.shape[1] - model.pads[:, 0])
 
 
-def draft(model: NestedForward, ids: Tensor, last: Tensor, gamma: int, select: Select) -> None:
-    """Write gamma draft tokens into ``ids``, in the columns after ``last``.
+class Round:
+    """One round over a decoding state. The host waits for nothing unless the selection does.
 
-    Keys and values that the draft writes are temporary: verification overwrites them.
+    Args:
+        model: forward passes of both views, over the state's cache.
+        state: what the round reads and writes.
+        gamma: draft tokens.
+        selection: how tokens are chosen.
+        watch: a context for each phase, ``"draft"`` and ``"verification"``.
     """
-    model.update_context_length()
-    for column in (last + step for step in range(gamma)):
-        logits = model("draft", ids.gather(1, column), column)
-        ids.scatter_(1, column + 1, select(logits, ids, column))
 
+    def __init__(
+        self,
+        model: NestedForward,
+        state: DecodingState,
+        gamma: int,
+        selection: Selection,
+        watch: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self.model = model
+        self.state = state
+        self.gamma = gamma
+        self.selection = selection
+        self.watch = watch
 
-def verify(
-    model: NestedForward, ids: Tensor, last: Tensor, gamma: int, select: Select
-) -> tuple[Tensor, Tensor]:
-    """The target's own tokens after ``last`` and after each draft token.
+    def __call__(self, context_length: int) -> None:
+        """Draft, verify and keep what is accepted.
 
-    Returns:
-        tokens int64 ``[B, gamma + 1]``: as far as drafts are accepted they equal these tokens, so a
-        row may keep one more than it accepts: the recovered or the bonus token. accepted bool
-        ``[B, gamma]``: whether the target agrees with a draft token and all before it.
-    """
-    columns = last + torch.arange(gamma + 1, device=ids.device)
-    block = ids.gather(1, columns)
-    tokens = select(model("target", block, columns), ids, last)
-    accepted = (block[:, 1:] == tokens[:, :-1]).cumprod(1).bool()
-    return tokens, accepted
+        Args:
+            context_length: cached positions of the longest row, as the host knows them.
+        """
+        self.model.context_length = context_length
+        last = self.state.last()
+        with self.watch("draft"):
+            self._draft(last)
+        with self.watch("verification"):
+            tokens, accepted = self._verify(last)
+        self.state.keep(last, tokens, accepted)
+
+    def _draft(self, last: Tensor) -> None:
+        """Write draft tokens into ``ids``, in the columns after ``last``.
+
+        Keys and values that the draft writes are temporary: verification overwrites them.
+        """
+        ids = self.state.ids
+        for column in (last + step for step in range(self.gamma)):
+            logits = self.model("draft", ids.gather(1, column), column)
+            ids.scatter_(1, column + 1, self.selection.draft(logits, ids, column))
+
+    def _verify(self, last: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's tokens after ``last`` and after each draft token, and what is accepted."""
+        ids = self.state.ids
+        columns = last + self.state.offsets - 1
+        logits = self.model("target", ids.gather(1, columns), columns)
+        return self.selection.verify(logits, ids, last)

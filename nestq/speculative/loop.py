@@ -1,0 +1,129 @@
+"""Rounds until every row of a batch is finished, as the host sees them."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from nestq.speculative.state import DecodingState, Reports
+from nestq.speculative.stopping import Stopping
+
+
+class Transcript:
+    """What the host knows of the sequences.
+
+    Args:
+        tokens: int64 ``[B, n]`` on the CPU, the prompts.
+        pads: int64 ``[B]`` on the CPU, padding columns of each row.
+        columns: that a sequence may have.
+        pad_token: what fills the columns behind a sequence.
+
+    Attributes:
+        ids: int64 ``[B, columns]`` on the CPU.
+        last: int64 ``[B]``, column of the last known token of each row.
+        finished: bool ``[B]``.
+    """
+
+    def __init__(self, tokens: Tensor, pads: Tensor, columns: int, pad_token: int) -> None:
+        batch, width = tokens.shape
+        self.ids = torch.full((batch, columns), pad_token)
+        self.ids[:, :width] = tokens
+        self.last = torch.full((batch,), width - 1)
+        self.finished = torch.zeros(batch, dtype=torch.bool)
+        self._pads = pads
+        self._pad_token = pad_token
+
+    def longest(self) -> int:
+        """Cached positions of the longest row."""
+        return int((self.last - self._pads).max())
+
+    def add(self, report: Tensor) -> None:
+        """Add the tokens that a round reported (``DecodingState.report``)."""
+        kept = report[:, 0]
+        for row, count in enumerate(kept.tolist()):
+            start = int(self.last[row]) + 1
+            self.ids[row, start : start + count] = report[row, 2 : 2 + count]
+        self.last += kept
+        self.finished = report[:, 1].bool()
+
+    def end_row(self, row: int, column: int) -> None:
+        """End a row at a column that it has reached, and forget what is behind it."""
+        self.ids[row, column + 1 :] = self._pad_token
+        self.last[row] = column
+        self.finished[row] = True
+
+    def sequences(self) -> Tensor:
+        """int64 ``[B, columns]`` up to the end of the longest row."""
+        return self.ids[:, : int(self.last.max()) + 1]
+
+
+class ColumnStream:
+    """Gives a streamer new tokens as transformers does: one column of the batch at a time.
+
+    A column is sent when every row has it; a finished row has padding.
+    """
+
+    def __init__(self, streamer: BaseStreamer | None, width: int) -> None:
+        self.streamer = streamer
+        self.sent = width
+
+    def send(self, transcript: Transcript) -> None:
+        """Send the columns that have become complete."""
+        if self.streamer is None:
+            return
+        known = transcript.last + 1
+        unfinished = known[~transcript.finished]
+        ready = int(unfinished.min() if len(unfinished) else known.max())
+        for column in transcript.ids[:, self.sent : ready].T:
+            self.streamer.put(column)
+        self.sent = max(self.sent, ready)
+
+
+def complete(
+    run: Callable[[int], None],
+    state: DecodingState,
+    transcript: Transcript,
+    stopping: Stopping,
+    stream: ColumnStream,
+    ahead: int,
+) -> int:
+    """Run rounds until every row is finished.
+
+    Args:
+        run: one round, given the number of cached positions of the longest row.
+        state: what the round works on.
+        transcript: gets the new tokens.
+        stopping: has the criteria that only the host can apply.
+        stream: gets complete columns.
+        ahead: rounds that may be in flight while the host looks at the one before them. A round of
+            finished rows changes nothing.
+
+    Returns:
+        Rounds until the last row was finished.
+    """
+    reports = Reports(state.report)
+    rounds = 0
+    while not transcript.finished.all():
+        run(transcript.longest())
+        reports.send()
+        if len(reports) <= ahead:
+            continue
+        first = (transcript.last + 1).tolist()
+        transcript.add(reports.receive())
+        rounds += 1
+        if stopping.others:
+            _apply_others(state, transcript, stopping, first)
+        stream.send(transcript)
+    return rounds
+
+
+def _apply_others(
+    state: DecodingState, transcript: Transcript, stopping: Stopping, first: list[int]
+) -> None:
+    """End the rows that another criterion ends inside the block that begins at ``first``."""
+    for row, (start, last) in enumerate(zip(first, transcript.last.tolist(), strict=True)):
+        column = stopping.first_end(state.ids[row : row + 1], start, last)
+        if column is not None:
+            state.end_row(row, column)
+            transcript.end_row(row, column)
