@@ -59,7 +59,7 @@ def attention_kernel(
     value_base,
     value_refinement,
     value_scale,
-    out,  # [B, H, n, D], or unused
+    out,  # [B, n, H, D], or unused
     sums,  # float32 [B, H_kv, rows, splits, D], or unused, as all below
     exponents,  # float32 [B, H_kv, rows, splits]
     peaks,  # the same
@@ -97,6 +97,16 @@ def attention_kernel(
         tile = tl.num_programs(0) - 1 - tile  # the last rows see the most keys
     row = tile * ROWS + tl.arange(0, ROWS)
     inside = row < rows
+    # Loaded before the positions, so as not to wait for them. A matrix instruction has 16 rows.
+    tile_row = tl.arange(0, max(ROWS, 16))
+    query_row = tile * ROWS + tile_row
+    at = query + batch * query_batch_stride
+    at += (head + query_row % group) * query_head_stride + query_row // group * query_stride
+    dtype: tl.constexpr = key_base.dtype.element_ty if READ == DENSE else tl.float16
+    query_low, query_high, row_factor = load_query(
+        at, (tile_row < ROWS) & (query_row < rows), ROWS, HALF, PADDED, VECTOR, READ != DENSE, dtype
+    )
+    row_factor *= score_factor
     position, first_key, begin, limit = _visible(
         positions + batch * count, row // group, inside, capacity, window, WINDOW
     )
@@ -113,17 +123,6 @@ def attention_kernel(
         step = tl.num_programs(2)
         if begin >= end:
             return
-
-    # A matrix instruction has 16 rows.
-    tile_row = tl.arange(0, max(ROWS, 16))
-    query_row = tile * ROWS + tile_row
-    at = query + batch * query_batch_stride
-    at += (head + query_row % group) * query_head_stride + query_row // group * query_stride
-    dtype: tl.constexpr = key_base.dtype.element_ty if READ == DENSE else tl.float16
-    query_low, query_high, row_factor = load_query(
-        at, (tile_row < ROWS) & (query_row < rows), ROWS, HALF, PADDED, VECTOR, READ != DENSE, dtype
-    )
-    row_factor *= score_factor
 
     plane = cache * capacity * (HEAD_DIM if READ == DENSE else HALF)
     key_base += plane
@@ -187,10 +186,33 @@ def attention_kernel(
             tl.store(part_sums, low_, mask=stored)
             tl.store(part_sums + HALF, high_, mask=stored)
     if ALL_SPLITS:
-        out_row = (batch * kv_heads * group + head + row % group) * count + row // group
+        out_row = (batch * count + row // group) * kv_heads * group + head + row % group
         at = out + out_row[:, None] * HEAD_DIM + column
         tl.store(at, normalized(low, exponent, peak, total, UNIT), mask=stored)
         tl.store(at + HALF, normalized(high, exponent, peak, total, UNIT), mask=stored)
+
+
+@triton.jit
+def _load_splits(
+    sums, exponents, totals, peaks, part, first, end, column,
+    HEAD_DIM: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Sums, exponents, totals and peaks of some splits of a row, all loaded before any is used."""
+    loaded = ()
+    for i in tl.static_range(COUNT):
+        split = first + i + tl.arange(0, 1)
+        here = part + split
+        at = sums + here[:, None] * HEAD_DIM + column
+        inside = split < end
+        loaded = loaded + (
+            (
+                tl.load(at, mask=inside[:, None] & (column < HEAD_DIM), other=0.0),
+                tl.load(exponents + here, mask=inside, other=EMPTY),
+                tl.load(totals + here, mask=inside, other=0.0),
+                tl.load(peaks + here, mask=inside, other=EMPTY),
+            ),
+        )
+    return loaded
 
 
 @triton.jit
@@ -200,7 +222,7 @@ def combine_kernel(
     exponents,  # float32 [B, H_kv, rows, splits]
     peaks,
     totals,
-    out,  # [B, H, n, D]
+    out,  # [B, n, H, D]
     kv_heads,
     group,
     capacity,
@@ -222,40 +244,44 @@ def combine_kernel(
     cache = tl.program_id(0).to(tl.int64) // rows
     row = tl.program_id(0) % rows
     batch = cache // kv_heads
+    part = (cache * rows + row) * splits
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    every = tl.arange(0, PADDED_SPLITS)
     position = tl.load(positions + batch * count + row // group)
     position = tl.minimum(position, capacity - 1).to(tl.int32)
     begin = 0
     if WINDOW:
         begin = tl.maximum(position - window + 1, 0) // SPLIT
-    end = tl.where(position < 0, 0, position // SPLIT + 1)
-    part = (cache * rows + row) * splits
+    # Without a window nothing that is loaded waits for the position: what no one wrote is masked
+    # afterwards.
+    exponent = tl.load(exponents + part + every, mask=every < splits, other=EMPTY)
+    peak = tl.load(peaks + part + every, mask=every < splits, other=EMPTY)
+    loaded = _load_splits(
+        sums, exponents, totals, peaks, part, begin, splits, column, HEAD_DIM, UNROLL
+    )
 
-    every = tl.arange(0, PADDED_SPLITS)
+    end = tl.where(position < 0, 0, position // SPLIT + 1)
     seen = (every >= begin) & (every < end)
-    exponent = tl.max(tl.load(exponents + part + every, mask=seen, other=EMPTY), axis=0)
-    peak = tl.max(tl.load(peaks + part + every, mask=seen, other=EMPTY), axis=0)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    exponent = tl.max(tl.where(seen, exponent, EMPTY), axis=0)
+    peak = tl.max(tl.where(seen, peak, EMPTY), axis=0)
     sum = tl.zeros((1, COLUMNS), tl.float32)
     total = tl.zeros((1,), tl.float32)
     for first in range(begin, end, UNROLL):
-        # All loads come before the first sum, else each would wait for the one before.
-        loaded = ()
         for i in tl.static_range(UNROLL):
             split = first + i + tl.arange(0, 1)
-            here = part + split
-            at = sums + here[:, None] * HEAD_DIM + column
-            inside = (split < end)[:, None] & (column < HEAD_DIM)
-            loaded = loaded + (
-                tl.load(at, mask=inside, other=0.0),
-                tl.load(exponents + here, mask=split < end, other=EMPTY),
-                tl.load(totals + here, mask=split < end, other=0.0),
-                tl.load(peaks + here, mask=split < end, other=EMPTY),
+            here = split < end
+            sums_, exponent_, total_, peak_ = loaded[i]
+            shift = tl.where(here, exponent_ - exponent, 0.0)[:, None]
+            sum += times_two_to(tl.where(here[:, None], sums_, 0.0), shift)
+            shift = tl.where(here, peak_ - peak, 0.0)
+            total += times_two_to(tl.where(here, total_, 0.0), shift)
+        if PADDED_SPLITS > UNROLL:
+            loaded = _load_splits(
+                sums, exponents, totals, peaks, part, first + UNROLL, end, column, HEAD_DIM, UNROLL
             )
-        for i in tl.static_range(UNROLL):
-            sum += times_two_to(loaded[4 * i], (loaded[4 * i + 1] - exponent)[:, None])
-            total += times_two_to(loaded[4 * i + 2], loaded[4 * i + 3] - peak)
     exponent = tl.zeros((1,), tl.float32) + exponent
     peak = tl.zeros((1,), tl.float32) + peak
     result = normalized(sum, exponent, peak, total, UNIT)
-    out_row = (cache * group + row % group) * count + row // group
+    out_row = (batch * count + row // group) * kv_heads * group
+    out_row += cache % kv_heads * group + row % group
     tl.store(out + out_row * HEAD_DIM + column, result, mask=column < HEAD_DIM)

@@ -74,7 +74,7 @@ def nested_attention(
         config: how the work is divided; None for what suits the shapes.
 
     Returns:
-        ``[B, H, n, D]`` in the dtype of the query.
+        ``[B, H, n, D]`` in the dtype of the query; the heads of a query lie together in memory.
 
     Raises:
         ValueError: a dtype, device, shape or stride does not fit.
@@ -129,7 +129,7 @@ def attention_16(
         config: how the work is divided; None for what suits the shapes.
 
     Returns:
-        ``[B, H, n, D]`` in the dtype of the query.
+        ``[B, H, n, D]`` in the dtype of the query; the heads of a query lie together in memory.
 
     Raises:
         ValueError: a dtype, device, shape or stride does not fit.
@@ -200,9 +200,11 @@ def _default_config(query: Tensor, kv_heads: int, splits: int) -> AttentionConfi
     """Tiles that waste few rows, and as many programs as the GPU holds at a time."""
     batch, heads, count, head_dim = query.shape
     rows = count * (heads // kv_heads)
-    tile = min(max(triton.next_power_of_2(rows), 8), 32 if head_dim <= 128 else 16)
+    tile = max(triton.next_power_of_2(rows), 8)
     if count > FEW_QUERIES or batch * heads * count * splits * head_dim > PARTIAL_SUMS:
-        return AttentionConfig(tile, 0)
+        return AttentionConfig(min(tile, 32 if head_dim <= 128 else 16), 0)
+    # Tiles of 32 rows spill registers, which a few queries have no other work to hide.
+    tile = min(tile, 16)
     multiprocessors = 1
     if query.device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
@@ -233,9 +235,10 @@ def _attend(
     """Launch the kernels over base, refinement and scale of keys and of values."""
     batch, heads, count, head_dim = query.shape
     kv_heads, capacity = keys[0].shape[1:3]
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    shape = batch, count, heads, head_dim
+    out = torch.empty(shape, dtype=query.dtype, device=query.device)
     if out.numel() == 0:
-        return out
+        return out.transpose(1, 2)
     splits = triton.cdiv(capacity, SPLIT.value)
     config = config or _default_config(query, kv_heads, splits)
     group = heads // kv_heads
@@ -277,7 +280,7 @@ def _attend(
         enable_fp_fusion=False,
     )
     if all_splits:
-        return out
+        return out.transpose(1, 2)
     combine_kernel[(batch * heads * count, triton.cdiv(head_dim, COMBINED_COLUMNS))](
         positions,
         sums,
@@ -295,4 +298,4 @@ def _attend(
         num_stages=1,
         enable_fp_fusion=False,
     )
-    return out
+    return out.transpose(1, 2)

@@ -59,7 +59,7 @@ def nested_attention(
             (Recent-N, paper A.2) and the base elsewhere; 0 reads it in all slots.
 
     Returns:
-        ``[B, H, n, D]`` in the dtype of the query.
+        ``[B, H, n, D]`` in the dtype of the query; the heads of a query lie together in memory.
 
     Raises:
         ValueError: shapes do not fit, D is above 512 or, on a CPU, a position is not below S.
@@ -71,7 +71,7 @@ def nested_attention(
     batch, heads, _, head_dim = query.shape
     kv_heads, capacity = key_base.shape[1:3]
     if query.numel() == 0:
-        return torch.empty_like(query, memory_format=torch.contiguous_format)
+        return query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
     used = _used_slots(positions, capacity)
     keys = _unpack(key_base, key_refinement, key_scale, used, recent)
     values = _unpack(value_base, value_refinement, value_scale, used, recent)
@@ -80,7 +80,8 @@ def nested_attention(
     piece = max(1, SCORES_A_PIECE // (batch * kv_heads * used))
     pieces = zip(rows.split(piece, 2), row_positions.split(piece, 2), strict=True)
     out = [_attend(*piece, keys, values, scaling, sliding_window, recent) for piece in pieces]
-    return torch.cat(out, dim=2).reshape(query.shape).to(query.dtype)
+    result = torch.cat(out, dim=2).reshape(query.shape).transpose(1, 2)
+    return result.to(query.dtype).contiguous().transpose(1, 2)
 
 
 class _Entries(NamedTuple):
