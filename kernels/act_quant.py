@@ -1,8 +1,9 @@
 """Per-token INT8 quantization of activations, alone or fused with what comes just before it.
 
-One program reads a token once and writes its codes in the tiles that ``dual_plane_linear`` reads,
-its scale, and the sums of its codes that pay for the offset of composed weight codes. Fused forms
-round to the dtype of the activations where the layers that they replace do.
+A program reads a whole token to know its scale, and writes the codes of a share of it in the tiles
+that ``dual_plane_linear`` reads, with the sums of codes that pay for the offset of composed weight
+codes. A token is shared out because a single multiprocessor takes long to compute its codes. Fused
+forms round to the dtype of the activations where the layers that they replace do.
 """
 
 import torch
@@ -15,20 +16,51 @@ from nestq.reference import linear as reference
 from nestq.tile_layout import BLOCK, TILE_BYTES, TILE_TOKENS
 
 SMALLEST_SCALE = tl.constexpr(reference.SMALLEST_SCALE)
+# Columns that a program holds at a time, and those of which it writes the codes.
+CHUNK = 4096
+SHARE = 1024
+# Up to so many tokens, their shares are computed by programs of their own.
+FEW_TOKENS = 16
 
 
 @triton.jit
-def _rms_norm(x, weight, columns, size, eps, dtype: tl.constexpr):
-    mean = tl.sum(x * x, axis=0) / size
-    normed = (x * tl.rsqrt(mean + eps)).to(dtype)
-    w = tl.load(weight + columns, mask=columns < size, other=0)
-    return (normed * w).to(dtype).to(tl.float32)
+def _load_inputs(x, other, norm_weight, column, size, ADD: tl.constexpr, NORM: tl.constexpr):
+    """In some columns of a token: x, or its sum with the residual; the gate; the norm's weight."""
+    inside = column < size
+    value = tl.load(x + column, mask=inside, other=0)
+    partner = tl.load(other + column, mask=inside, other=0)
+    weight = value
+    if NORM:
+        weight = tl.load(norm_weight + column, mask=inside, other=0)
+    if ADD:
+        value += partner
+    return value, partner, weight
+
+
+@triton.jit
+def _activated(value, gate, GATE: tl.constexpr):
+    """The value, or ``silu(gate) * value``, in float32."""
+    dtype: tl.constexpr = value.dtype
+    value = value.to(tl.float32)
+    if GATE:
+        gate = gate.to(tl.float32)
+        activated = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        value = (activated * value).to(dtype).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _normed(value, weight, factor, NORM: tl.constexpr):
+    if NORM:
+        dtype: tl.constexpr = weight.dtype
+        value = ((value * factor).to(dtype) * weight).to(dtype).to(tl.float32)
+    return value
 
 
 @triton.jit
 def act_quant_kernel(
     x,  # [M, K]
-    other,  # residual or gate [M, K], or unused
+    other,  # residual or gate [M, K], or x
     norm_weight,  # [K], or unused
     total,  # [M, K] x + residual, or unused
     codes,  # int8 [T, blocks, 512], or [M, blocks * 64] in rows
@@ -39,7 +71,9 @@ def act_quant_kernel(
     eps,
     x_stride,
     other_stride,
-    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SHARE: tl.constexpr,
     SUM_WIDTH: tl.constexpr,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
@@ -47,43 +81,60 @@ def act_quant_kernel(
     IN_ROWS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    inside = column < size
-    dtype: tl.constexpr = x.dtype.element_ty
-    value = tl.load(x + token * x_stride + column, mask=inside, other=0)
-    if ADD:
-        value += tl.load(other + token * other_stride + column, mask=inside, other=0)
-        tl.store(total + token * size + column, value, mask=inside)
-    value = value.to(tl.float32)
-    if GATE:
-        gate = tl.load(other + token * other_stride + column, mask=inside, other=0).to(tl.float32)
-        activated = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        value = (activated * value).to(dtype).to(tl.float32)
+    x += token * x_stride
+    other += token * other_stride
+    values = ()
+    weights = ()
+    for i in tl.static_range(CHUNKS):
+        every = i * CHUNK + tl.arange(0, CHUNK)
+        loaded = _load_inputs(x, other, norm_weight, every, size, ADD, NORM)
+        values = values + (_activated(loaded[0], loaded[1], GATE),)
+        weights = weights + (loaded[2],)
+    factor = 1.0
     if NORM:
-        value = _rms_norm(value, norm_weight, column, size, eps, dtype)
-
+        squares = values[0] * values[0]  # type: ignore[misc]
+        for i in tl.static_range(1, CHUNKS):
+            squares += values[i] * values[i]
+        factor = tl.rsqrt(tl.sum(squares, axis=0) / size + eps)
     # As integers, so that NaN is the largest of all and the token's result is NaN too.
-    magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    step = tl.div_rn(tl.max(magnitude, axis=0).to(tl.float32, bitcast=True), 127.0)
+    largest = tl.zeros((CHUNK,), tl.int32)
+    for i in tl.static_range(CHUNKS):
+        bits = _normed(values[i], weights[i], factor, NORM).to(tl.int32, bitcast=True)
+        largest = tl.maximum(largest, bits & 0x7FFFFFFF)
+    step = tl.div_rn(tl.max(largest, axis=0).to(tl.float32, bitcast=True), 127.0)
     inverse = tl.div_rn(1.0, tl.where(step > SMALLEST_SCALE, step, 1.0))
-    rounded = round_half_even(value * inverse)
-    code = tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
 
-    block = column // 64
-    if IN_ROWS:
-        place = column // 32 * 32 + column % 8 // 4 * 16 + column % 32 // 8 * 4 + column % 4
-        tl.store(codes + token * blocks * 64 + place, code, mask=block < blocks)
-    else:
-        tile = token // 8
-        row = token % 8
-        place = column % 32 // 8 * 16 + column % 64 // 32 * 8 + column % 8
-        at = (tile * blocks + block) * 512 + row * 64 + place
-        tl.store(codes + at, code, mask=block < blocks)
-        part_sums = tl.sum(code.to(tl.int32).reshape(COLUMNS // SUM_WIDTH, SUM_WIDTH), axis=1)
-        part = tl.arange(0, COLUMNS // SUM_WIDTH)
-        parts = blocks * (64 // SUM_WIDTH)
-        tl.store(sums + (tile * parts + part) * 8 + row, part_sums, mask=part < parts)
-    tl.store(scale + token, step)
+    width = blocks * 64
+    for start in range(tl.program_id(1) * SHARE, width, tl.num_programs(1) * SHARE):
+        own = start + tl.arange(0, SHARE)
+        value, gate, weight = _load_inputs(x, other, norm_weight, own, size, ADD, NORM)
+        if ADD:
+            tl.store(total + token * size + own, value, mask=own < size)
+        value = _normed(_activated(value, gate, GATE), weight, factor, NORM)
+        rounded = round_half_even(value * inverse)
+        code = tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
+        # Neighbours in fours stay neighbours: a word is stored at once.
+        bytes_ = (code.to(tl.int32) & 0xFF).reshape(SHARE // 4, 4)
+        word = tl.sum(bytes_ << (8 * tl.arange(0, 4))[None, :], axis=1)
+        column = start + 4 * tl.arange(0, SHARE // 4)
+        block = column // 64
+        words = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+        if IN_ROWS:
+            place = column // 32 * 32 + column % 8 // 4 * 16 + column % 32 // 8 * 4
+            tl.store(words + (token * width + place) // 4, word, mask=block < blocks)
+        else:
+            tile = token // 8
+            row = token % 8
+            place = column % 32 // 8 * 16 + column % 64 // 32 * 8 + column % 8
+            at = (tile * blocks + block) * 512 + row * 64 + place
+            tl.store(words + at // 4, word, mask=block < blocks)
+            grouped = code.to(tl.int32).reshape(SHARE // SUM_WIDTH, SUM_WIDTH)
+            part = start // SUM_WIDTH + tl.arange(0, SHARE // SUM_WIDTH)
+            parts = blocks * (64 // SUM_WIDTH)
+            at = (tile * parts + part) * 8 + row
+            tl.store(sums + at, tl.sum(grouped, axis=1), mask=part < parts)
+    if tl.program_id(1) == 0:
+        tl.store(scale + token, step)
 
 
 def act_quant(
@@ -126,8 +177,10 @@ def act_quant(
     scale = torch.empty(tiles * TILE_TOKENS, dtype=torch.float32, device=device)
     total = x if residual is None else torch.empty(tokens, size, dtype=x.dtype, device=device)
     other = residual if gate is None else gate
-    columns = max(triton.next_power_of_2(blocks * BLOCK), 128)
-    act_quant_kernel[(tokens,)](
+    width = max(triton.next_power_of_2(blocks * BLOCK), 128)
+    chunk, share = min(width, CHUNK), min(width, SHARE)
+    shares = triton.cdiv(blocks * BLOCK, share)
+    act_quant_kernel[(tokens, shares if tokens <= FEW_TOKENS else 1)](
         x,
         x if other is None else other,
         x if norm_weight is None else norm_weight,
@@ -139,14 +192,16 @@ def act_quant(
         blocks,
         eps,
         x.stride(0),
-        0 if other is None else other.stride(0),
-        COLUMNS=columns,
+        x.stride(0) if other is None else other.stride(0),
+        CHUNK=chunk,
+        CHUNKS=triton.cdiv(size, chunk),
+        SHARE=share,
         SUM_WIDTH=sum_width,
         ADD=residual is not None,
         NORM=norm_weight is not None,
         GATE=gate is not None,
         IN_ROWS=in_rows,
-        num_warps=min(max(columns // 512, 1), 16),
+        num_warps=max(chunk // 512, 1),
         enable_fp_fusion=False,
     )
     return codes, sums, scale, total

@@ -34,12 +34,14 @@ def build(kernel, pointers, constants, warps, stages=1):
 
 
 x = dict.fromkeys(("x", "other", "norm_weight", "total"), "bf16")
-build(
-    act_quant_kernel,
-    x | {"codes": "i8", "sums": "i32", "scale": "fp32"},
-    {"COLUMNS": 1024, "SUM_WIDTH": 64, "ADD": True, "NORM": True, "GATE": False, "IN_ROWS": False},
-    warps=2,
-)
+for gate in (False, True):
+    build(
+        act_quant_kernel,
+        x | {"codes": "i8", "sums": "i32", "scale": "fp32"},
+        {"CHUNK": 4096, "CHUNKS": 3, "SHARE": 1024, "SUM_WIDTH": 64}
+        | {"ADD": not gate, "NORM": not gate, "GATE": gate, "IN_ROWS": False},
+        warps=8,
+    )
 x = dict.fromkeys(("x", "weight", "bias", "out"), "bf16")
 division = {"TOKEN_TILES": 2, "TILES": 1, "WARPS": 4, "STAGES": 4}
 ptx = build(linear_16.linear_16_kernel, x, division | {"SIZE": 1000, "HAS_BIAS": True}, warps=4)
