@@ -1,5 +1,7 @@
 """Linear layers on a GPU: ``nestq::dual_plane_linear`` and ``nestq::linear_16``."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,21 @@ from nestq.kernels.linear_16 import MAX_TOKENS as MAX_DENSE_TOKENS
 from nestq.kernels.linear_16 import linear_16
 from nestq.kernels.prefill_linear import prefill_linear
 from nestq.reference import linear as reference
+
+
+class TiledWeight(NamedTuple):
+    """A weight ``[N, K]`` as the kernels read it."""
+
+    base: Tensor
+    """uint8 ``[ceil(N / 16), blocks, 512]``."""
+    refinement: Tensor | None
+    """The same, or None for the draft's weight."""
+    scale: Tensor
+    """int16 ``[ceil(N / 16), G, 16]``, in units of their row."""
+    unit: Tensor
+    """float32 ``[N]``."""
+    bias: Tensor | None
+    """``[N]``."""
 
 
 def linear(
@@ -26,16 +43,41 @@ def linear(
 
     Args:
         x: ``[..., K]`` float16, bfloat16 or float32.
-        base: uint8 ``[ceil(N / 16), blocks, 512]``.
-        refinement: the same, or None for the draft's weight.
-        scale: int16 ``[ceil(N / 16), G, 16]``, in units of their row.
-        unit: float32 ``[N]``.
-        bias: ``[N]`` or None.
+        base: as in :class:`TiledWeight`, and so are the next four.
+        refinement: or None for the draft's weight.
+        scale: in units of their row.
+        unit: of each row.
+        bias: or None.
         group_size: codes that share a scale.
         overlap: base steps are divided in this many target steps.
 
     Returns:
         ``[..., N]`` in the dtype of x.
+
+    Raises:
+        ValueError: an argument has another dtype, device or shape.
+    """
+    weight = checked_weight(x, base, refinement, scale, unit, bias, group_size, overlap)
+    rows = as_rows(x)
+    tokens = rows.shape[0]
+    shape = *x.shape[:-1], weight.unit.shape[0]
+    if tokens == 0:
+        return x.new_empty(shape)
+    codes, sums, step, _ = act_quant(rows, group_size, in_rows=tokens > MAX_TOKENS)
+    return multiply(codes, sums, step, tokens, weight, group_size, overlap, x.dtype).view(shape)
+
+
+def checked_weight(
+    x: Tensor,
+    base: Tensor,
+    refinement: Tensor | None,
+    scale: Tensor,
+    unit: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    overlap: int,
+) -> TiledWeight:
+    """The weight, if kernels can multiply x by it.
 
     Raises:
         ValueError: an argument has another dtype, device or shape.
@@ -56,20 +98,43 @@ def linear(
             f"x must have as many columns as the weight, {scale.shape[1]} groups of {group_size}, "
             f"got shape {tuple(x.shape)}"
         )
+    return TiledWeight(base, refinement, scale, unit, bias)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``[..., K]`` to ``[M, K]`` with neighbouring columns, without a copy where that is so."""
     rows = x.reshape(-1, x.shape[-1])
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
-    tokens = rows.shape[0]
-    out = torch.empty(tokens, unit.shape[0], dtype=x.dtype, device=x.device)
-    if tokens == 0:
-        return out.view(*x.shape[:-1], unit.shape[0])
-    weight = (base, refinement, scale, unit, bias, group_size, overlap)
-    codes, sums, step, _ = act_quant(rows, group_size, in_rows=tokens > MAX_TOKENS)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def multiply(
+    codes: Tensor,
+    sums: Tensor,
+    step: Tensor,
+    tokens: int,
+    weight: TiledWeight,
+    group_size: int,
+    overlap: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``[tokens, N]`` in a dtype, of what ``act_quant`` made of the activations.
+
+    Args:
+        codes: in rows if there are more than ``MAX_TOKENS`` tokens, else in tiles.
+        sums: of the codes.
+        step: scales of the tokens.
+        tokens: M, at least one.
+        weight: to multiply by.
+        group_size: codes that share a scale.
+        overlap: base steps are divided in this many target steps.
+        dtype: of the result.
+    """
+    out = torch.empty(tokens, weight.unit.shape[0], dtype=dtype, device=codes.device)
     if tokens > MAX_TOKENS:
-        prefill_linear(codes, step[:tokens], *weight, out)
+        prefill_linear(codes, step[:tokens], *weight, group_size, overlap, out)
     else:
-        dual_plane_linear(codes, sums, step, *weight, out)
-    return out.view(*x.shape[:-1], unit.shape[0])
+        dual_plane_linear(codes, sums, step, *weight, group_size, overlap, out)
+    return out
 
 
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

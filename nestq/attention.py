@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from nestq.dense_kv_cache import DenseStates
 from nestq.kv_cache import NestedStates
 
 IMPLEMENTATION = "nestq"
@@ -20,21 +21,21 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 def nested_attention_forward(
     module: torch.nn.Module,
     query: Tensor,
-    key: NestedStates,
-    value: NestedStates,
+    key: NestedStates | DenseStates,
+    value: Any,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over what ``NestedKVCache.at`` hands out; the caller is a transformers model.
+    """Attention over what a cache hands out inside ``at``; the caller is a transformers model.
 
     Args:
         module: the attention layer.
         query: ``[B, H, n, D]``.
-        key: keys of the cache.
-        value: values of the cache.
+        key: keys of a ``NestedKVCache`` or a ``DenseKVCache``.
+        value: values of the same cache.
         attention_mask: None; what is visible follows from positions.
         scaling: factor of the scores; default ``D ** -0.5``.
         sliding_window: keys that a query sees, itself included; None for all.
@@ -49,7 +50,7 @@ def nested_attention_forward(
         ValueError: there is a mask.
         NotImplementedError: the model asks for dropout, capped scores, sinks or a bias.
     """
-    if not isinstance(key, NestedStates):
+    if not isinstance(key, NestedStates | DenseStates):
         raise TypeError(
             "the attention implementation 'nestq' reads a NestedKVCache inside "
             f"NestedKVCache.at(positions), got keys of type {type(key).__name__}"
@@ -61,6 +62,13 @@ def nested_attention_forward(
         unsupported.append("dropout")
     if unsupported:
         raise NotImplementedError(f"'nestq' attention does not implement {unsupported}")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = sliding_window or 0
+    if isinstance(key, DenseStates):
+        out = torch.ops.nestq.attention_16(
+            query, key.positions, key.cached, value.cached, scaling, window
+        )
+        return out.transpose(1, 2), None
     out = torch.ops.nestq.nested_attention(
         query,
         key.positions,
@@ -70,11 +78,11 @@ def nested_attention_forward(
         value.base,
         value.refinement,
         value.scale,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window or 0,
+        scaling,
+        window,
         key.recent,
     )
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2), None
 
 
 AttentionInterface.register(IMPLEMENTATION, nested_attention_forward)

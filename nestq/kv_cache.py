@@ -244,7 +244,7 @@ class NestedKVCache(Cache):
                 raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
         self.policy = KVPolicy.parse(policy)
         config = config.get_text_config(decoder=True)
-        heads, head_dim = _head_sizes(config)
+        heads, head_dim = head_sizes(config)
         layers: list[Any] = [
             NestedKVLayer(batch_size, heads, max_length, head_dim, self.policy, device)
             for _ in range(config.num_hidden_layers)
@@ -265,12 +265,7 @@ class NestedKVCache(Cache):
             positions: int64 ``[batch_size, n]``, negative for pads, which are never written.
             context_length: cached positions as the host knows them; needed by ``auto(n)``.
         """
-        batch = len(self.lengths)
-        if positions.dtype != torch.int64 or positions.dim() != 2 or len(positions) != batch:
-            raise ValueError(
-                f"positions must be int64 of shape [{batch}, n], "
-                f"got {positions.dtype} of shape {tuple(positions.shape)}"
-            )
+        check_cache_positions(positions, len(self.lengths))
         outer = self._positions, self._draft_read
         # Resolved here, so that a compiled model depends on the choice and not on the length.
         self._draft_read = self.policy.read("draft", context_length)
@@ -327,7 +322,16 @@ class NestedKVCache(Cache):
         self.lengths = self.lengths[indices.to(self.lengths.device)]
 
 
-def _head_sizes(config: PreTrainedConfig) -> tuple[int, int]:
+def check_cache_positions(positions: Tensor, batch: int) -> None:
+    """Refuse what are no positions of a forward pass, int64 ``[batch, n]``."""
+    if positions.dtype != torch.int64 or positions.dim() != 2 or len(positions) != batch:
+        raise ValueError(
+            f"positions must be int64 of shape [{batch}, n], "
+            f"got {positions.dtype} of shape {tuple(positions.shape)}"
+        )
+
+
+def head_sizes(config: PreTrainedConfig) -> tuple[int, int]:
     """Number of KV heads and head size; refuses what the cache cannot hold."""
     unsupported = set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES)
     if unsupported:

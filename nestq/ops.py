@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from nestq.reference.attention import nested_attention
+from nestq.reference.dense_kv import append_16, attention_16
+from nestq.reference.fused_linear import fused_input
 from nestq.reference.kv import kv_append
 from nestq.reference.linear import linear_16, nested_linear
+from nestq.reference.rotary import rotate_append
 from nestq.tile_layout import canonical_planes
 
 Implementation = Literal["kernels", "reference"]
@@ -102,6 +105,57 @@ _define(
     _kernels("linear", "linear"),
 )
 
+
+def _fused_linear(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    gate: Tensor | None,
+    bases: list[Tensor],
+    refinements: list[Tensor],
+    scales: list[Tensor],
+    units: list[Tensor],
+    biases: list[Tensor | None],
+    group_size: int,
+    overlap: int,
+) -> tuple[Tensor, Tensor]:
+    """The reference: one ``dual_plane_linear`` after the other."""
+    value, total = fused_input(x, residual, norm_weight, eps, gate)
+    none: list[None] = [None] * len(bases)
+    weights = zip(bases, refinements or none, scales, units or none, biases, strict=True)
+    parts = [
+        _dual_plane_linear(value, base, refinement, scale, unit, bias, group_size, overlap)
+        for base, refinement, scale, unit, bias in weights
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1), total
+
+
+def _fused_linear_fake(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    gate: Tensor | None,
+    bases: list[Tensor],
+    refinements: list[Tensor],
+    scales: list[Tensor],
+    units: list[Tensor],
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    rows = sum(one.shape[0] for one in units or bases)
+    return x.new_empty(*x.shape[:-1], rows), x.new_empty(0 if residual is None else x.shape)
+
+
+_define(
+    "fused_linear(Tensor x, Tensor? residual, Tensor? norm_weight, float eps, Tensor? gate, "
+    "Tensor[] bases, Tensor[] refinements, Tensor[] scales, Tensor[] units, Tensor?[] biases, "
+    "int group_size, int overlap) -> (Tensor, Tensor)",
+    _fused_linear,
+    _fused_linear_fake,
+    _kernels("fused_linear", "fused_linear"),
+)
+
 _define(
     "linear_16(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     linear_16,
@@ -118,11 +172,37 @@ _define(
 )
 
 _define(
+    "rotate_append(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, "
+    "Tensor positions, "
+    "Tensor(a!) key_base, Tensor(b!) key_refinement, Tensor(c!) key_scale, "
+    "Tensor(d!) value_base, Tensor(e!) value_refinement, Tensor(f!) value_scale) -> Tensor",
+    rotate_append,
+    lambda query, *_: torch.empty_like(query, memory_format=torch.contiguous_format),
+    _kernels("rotate_append", "rotate_append"),
+)
+
+_define(
     "nested_attention(Tensor query, Tensor positions, "
     "Tensor key_base, Tensor? key_refinement, Tensor key_scale, "
     "Tensor value_base, Tensor? value_refinement, Tensor value_scale, "
     "float scaling, int sliding_window, int recent) -> Tensor",
     nested_attention,
-    lambda query, *_: torch.empty_like(query, memory_format=torch.contiguous_format),
+    lambda query, *_: query.new_empty(query.transpose(1, 2).shape).transpose(1, 2),
     _kernels("nested_attention", "nested_attention"),
+)
+
+_define(
+    "append_16(Tensor keys, Tensor values, Tensor positions, Tensor(a!) key_cache, "
+    "Tensor(b!) value_cache) -> ()",
+    append_16,
+    lambda *_: None,
+    _kernels("append_16", "append_16"),
+)
+
+_define(
+    "attention_16(Tensor query, Tensor positions, Tensor keys, Tensor values, float scaling, "
+    "int sliding_window) -> Tensor",
+    attention_16,
+    lambda query, *_: query.new_empty(query.transpose(1, 2).shape).transpose(1, 2),
+    _kernels("nested_attention", "attention_16"),
 )

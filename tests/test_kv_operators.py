@@ -34,7 +34,7 @@ def test_nested_attention_is_a_sound_operator(
 
     torch.library.opcheck(torch.ops.nestq.nested_attention.default, arguments)
     out = torch.ops.nestq.nested_attention(*arguments)
-    assert out.is_contiguous()
+    assert out.transpose(1, 2).is_contiguous()
     assert torch.equal(out, nested_attention(*arguments))
 
 
@@ -51,3 +51,43 @@ def test_kv_append_writes_the_planes_it_is_given() -> None:
     torch.ops.nestq.kv_append(states, torch.arange(3).repeat(2, 1), *planes)
 
     assert all(map(torch.equal, planes, quantize_kv(states)))
+
+
+def rotate_append_arguments(dtype: torch.dtype) -> list[Tensor]:
+    """Strided states of 2 rows and 3 tokens, the second row begins with a pad, and the planes."""
+    merged = random(2, 3, 8, 16).transpose(1, 2).to(dtype)
+    angles = random(1, 3, 8).repeat(2, 1, 2)
+    keys, values = (quantize_kv(random(2, 2, 9, 16, seed=seed)) for seed in (1, 2))
+    rotation = [angles.cos().to(dtype), angles.sin().to(dtype)]
+    positions = torch.tensor([[6, 7, 8], [-1, 0, 1]])
+    return [*merged.split([4, 2, 2], 1), *rotation, positions, *keys, *values]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotate_append_is_a_sound_operator(dtype: torch.dtype) -> None:
+    arguments = tuple(rotate_append_arguments(dtype))
+
+    torch.library.opcheck(torch.ops.nestq.rotate_append.default, arguments)
+
+
+@torch.no_grad()
+def test_rotate_append_and_attention_are_compiled_in_order() -> None:
+    """The planes are inputs of the graph, and attention reads what was just written."""
+
+    def attend(merged: Tensor, cos: Tensor, sin: Tensor, *rest: Tensor) -> Tensor:
+        positions, *planes = rest
+        states = (2 * merged).split([4, 2, 2], 1)
+        query = torch.ops.nestq.rotate_append(*states, -sin, -cos, positions, *planes)
+        out = torch.ops.nestq.nested_attention(query + 1, positions, *planes, 0.25, 0, 0)
+        states = (3 * merged).split([4, 2, 2], 1)
+        query = torch.ops.nestq.rotate_append(*states, cos, sin, positions, *planes)
+        return out + torch.ops.nestq.nested_attention(query, positions, *planes, 0.25, 0, 0)
+
+    query, key, value, *rest = rotate_append_arguments(torch.float32)
+    merged = torch.cat((query, key, value), 1)
+    others = [tensor.clone() for tensor in rest]
+    expected = attend(merged, *rest)
+    out = torch.compile(attend, fullgraph=True)(merged, *others)
+    assert torch.equal(out, expected)
+    for ours, theirs in zip(others, rest, strict=True):
+        assert torch.equal(ours, theirs)

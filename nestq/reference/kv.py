@@ -10,6 +10,8 @@ Planes are packed like one group of a weight: byte j holds code j in its low and
 its high nibble; the base in two's complement, the refinement as ``q_r + 8``.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -80,14 +82,25 @@ def kv_append(
     check_positions(positions, batch, count, capacity=base.shape[2])
     if count == 0:
         return
+    write_at((base, refinement, scale), quantize_kv(states), positions)
+
+
+def write_at(caches: Sequence[Tensor], entries: Sequence[Tensor], positions: Tensor) -> None:
+    """Write entries into caches at their positions, in place; nothing waits for the device.
+
+    Args:
+        caches: each ``[B, H_kv, S, ...]``.
+        entries: for each cache ``[B, H_kv, n, ...]``, n at least 1.
+        positions: int64 ``[B, n]``; nothing is written for a negative one.
+    """
     # A pad repeats the write of a real entry of its row, which changes nothing. A row of pads
     # only writes back what slot 0 holds.
     real = positions >= 0
     donor = real.long().argmax(1, keepdim=True)
-    source = torch.where(real, torch.arange(count, device=positions.device), donor)
+    source = torch.where(real, torch.arange(positions.shape[1], device=positions.device), donor)
     slot = positions.gather(1, source).clamp(min=0)
     any_real = real.any(1)
-    for plane, new in zip((base, refinement, scale), quantize_kv(states), strict=True):
+    for plane, new in zip(caches, entries, strict=True):
         source_index, slot_index = (_expand(index, new) for index in (source, slot))
         kept = plane.gather(2, slot_index)
         written = torch.where(_expand(any_real, new), new.gather(2, source_index), kept)

@@ -13,9 +13,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from nestq.kernels.append_16 import append_16_kernel
 from nestq.kernels.attention_kernels import attention_kernel, combine_kernel
 from nestq.kernels.kv_append import kv_append_kernel
 from nestq.kernels.kv_codes import BASE, BOTH, DENSE, RECENT
+from nestq.kernels.rotate_append import rotate_append_kernel
 
 
 def build(kernel, pointers, constants, warps):
@@ -59,10 +61,16 @@ for read, rows, all_splits, head_dim in variants if sys.argv[1] == "90" else var
 constants = {"HEAD_DIM": 80, "COLUMNS": 32, "PADDED_SPLITS": 16, "UNROLL": 16}
 pointers = partial | {"out": "bf16"}
 build(combine_kernel, pointers, constants | {"WINDOW": True, "UNIT": -4}, warps=1)
-pointers = dict.fromkeys(("states", "cos", "sin"), "bf16") | {"positions": "i64", "base": "u8"}
-pointers |= {"refinement": "u8", "scale": "fp32"}
-constants = {"HALF": 40, "PADDED": 64, "TOKENS": 4, "ROTATE": True}
+planes = {"base": "u8", "refinement": "u8", "scale": "fp32"}
+constants = {"HALF": 40, "PADDED": 64, "TOKENS": 4}
+pointers = {"states": "bf16", "positions": "i64"} | planes
 build(kv_append_kernel, pointers, constants, warps=1)
+pointers = dict.fromkeys(("query", "key", "value", "cos", "sin", "out"), "bf16")
+pointers |= {f"{side}_{name}": planes[name] for side in ("key", "value") for name in planes}
+build(rotate_append_kernel, pointers | {"positions": "i64"}, constants, warps=1)
+pointers = dict.fromkeys(("keys", "values", "key_cache", "value_cache"), "bf16")
+constants = {"HEAD_DIM": 80, "PADDED": 128, "TOKENS": 4}
+build(append_16_kernel, pointers | {"positions": "i64"}, constants, warps=1)
 """
 
 

@@ -5,6 +5,7 @@ import torch
 from kernel_device import device
 from torch import Tensor
 
+from nestq.kernels import kv_vectors
 from nestq.kernels.kv_append import kv_append
 from nestq.reference import kv
 
@@ -19,12 +20,12 @@ def poisoned(batch: int, heads: int, capacity: int, head_dim: int) -> Cache:
     return base, refinement, torch.full(shape[:-1], -1.0)
 
 
-def check(states: Tensor, positions: Tensor, capacity: int, expected_states: Tensor) -> None:
-    """Append states, rotated or not, where the reference appends the expected states."""
+def check(states: Tensor, positions: Tensor, capacity: int) -> None:
+    """Both append the states, and write the same bytes."""
     batch, heads, _, head_dim = states.shape
     expected = poisoned(batch, heads, capacity, head_dim)
     cache = [plane.clone().to(device()) for plane in expected]
-    kv.kv_append(expected_states, positions, *expected)
+    kv.kv_append(states, positions, *expected)
     kv_append(states.to(device()), positions.to(device()), *cache)
     assert_same_bytes(cache, expected)
 
@@ -46,51 +47,39 @@ def test_it_writes_the_bytes_of_the_reference(head_dim: int, dtype: torch.dtype)
     states = states.to(dtype)
     # The second row begins with pads.
     positions = torch.tensor([[7, 2, 3, 0, 8], [-1, -5, 0, 1, 2]])
-    check(states, positions, 9, states)
+    check(states, positions, 9)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_many_tokens_share_programs(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_vectors, "FEW_VECTORS", 10)
+    torch.manual_seed(head_dim)
+    positions = torch.randperm(11).repeat(2, 1) - torch.tensor([[0], [5]])
+    check(torch.randn(2, 2, 11, head_dim), positions, 11)
 
 
 def test_halves_round_to_even() -> None:
     halves = torch.arange(-13, 14) / 2
     states = torch.cat((halves, torch.tensor([7.0]), halves / 16, torch.tensor([0.0])))
-    check(
-        states.expand(1, 1, 1, -1).contiguous(), torch.tensor([[0]]), 1, states.expand(1, 1, 1, -1)
-    )
+    check(states.expand(1, 1, 1, -1), torch.tensor([[0]]), 1)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_nan_shows_in_the_scale_of_its_own_vector() -> None:
     states = torch.randn(1, 2, 3, 64)
     states[0, 1, 2, 5] = torch.nan
-    check(states, torch.tensor([[0, 1, 2]]), 3, states)
+    check(states, torch.tensor([[0, 1, 2]]), 3)
 
 
 def test_a_strided_state_is_read_in_place() -> None:
     states = torch.randn(2, 6, 3, 64).transpose(1, 2)[:, :, 1:]
     assert not states.is_contiguous()
-    check(states, torch.arange(5).repeat(2, 1), 6, states.contiguous())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_rotation_comes_first_and_rounds_as_transformers_does(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    states = torch.randn(2, 2, 5, 80).to(dtype)
-    angles = torch.randn(1, 5, 40).repeat(1, 1, 2) * 10
-    cos, sin = (f(angles).to(dtype).expand(2, -1, -1) for f in (torch.cos, torch.sin))
-    turned = torch.cat((-states[..., 40:], states[..., :40]), -1)
-    rotated = states * cos[:, None] + turned * sin[:, None]
-    positions = torch.arange(5).repeat(2, 1)
-    expected = poisoned(2, 2, 8, 80)
-    cache = [plane.clone().to(device()) for plane in expected]
-
-    kv.kv_append(rotated, positions, *expected)
-    angles_there = (cos.to(device()), sin.to(device()))
-    kv_append(states.to(device()), positions.to(device()), *cache, *angles_there)
-    assert_same_bytes(cache, expected)
+    check(states, torch.arange(5).repeat(2, 1), 6)
 
 
 def test_nothing_to_write_writes_nothing() -> None:
     states = torch.randn(2, 2, 0, 64)
-    check(states, torch.zeros(2, 0, dtype=torch.int64), 3, states)
+    check(states, torch.zeros(2, 0, dtype=torch.int64), 3)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +93,7 @@ def test_nothing_to_write_writes_nothing() -> None:
         ({"base": torch.zeros(2, 3, 8, 8)}, "base must be uint8"),
         ({"refinement": torch.zeros(2, 3, 8, 4, dtype=torch.uint8)}, "refinement must be"),
         ({"scale": torch.zeros(2, 8, 3).mT}, "scale must be contiguous"),
-        ({"scale": torch.zeros(2, 3, 8, device="meta")}, "scale must be on the device of states"),
-        ({"cos": torch.zeros(2, 4, 16)}, "cos and sin must both be given"),
-        ({"cos": torch.zeros(2, 4, 8), "sin": torch.zeros(2, 4, 16)}, "cos must be torch.float32"),
+        ({"scale": torch.zeros(2, 3, 8, device="meta")}, "scale must be on the device"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Tensor], message: str) -> None:
