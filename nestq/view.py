@@ -43,6 +43,8 @@ class nest_view(TorchFunctionMode):  # noqa: N801 (used like torch.no_grad)
             raise ValueError(f"view must be one of {get_args(View)}, got {view!r}")
         super().__init__()
         self.view = view
+        if not torch.compiler.is_compiling():
+            _install_passes()
 
     def __torch_function__(
         self,
@@ -58,6 +60,18 @@ class nest_view(TorchFunctionMode):  # noqa: N801 (used like torch.no_grad)
         if covered and func in _POSITION_DEPENDENT:
             return same_bits_anywhere(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _install_passes() -> None:
+    """Let ``torch.compile`` run nestq's passes: graphs have their operators inside views only.
+
+    Here and not once for all, because settings of Inductor belong to a thread, and the user's own
+    pass may take the place.
+    """
+    # Most processes never compile.
+    from nestq.passes.manager import install
+
+    install()
 
 
 def current_view() -> View:
