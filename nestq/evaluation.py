@@ -141,6 +141,17 @@ def dtype_name(of: PreTrainedModel | Tensor) -> str:
     return str(of.dtype).removeprefix("torch.")
 
 
+def versions() -> dict[str, str]:
+    """Of this package and of those that its results depend on."""
+    return {
+        "nestq": __version__,
+        "torch": torch.__version__,
+        "torchao": torchao.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
 def made_by(
     command: str, reference: PreTrainedModel, nested: PreTrainedModel, recipe: dict[str, Any]
 ) -> dict[str, Any]:
@@ -148,13 +159,7 @@ def made_by(
     on_gpu = nested.device.type == "cuda"
     return {
         "command": command,
-        "versions": {
-            "nestq": __version__,
-            "torch": torch.__version__,
-            "torchao": torchao.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "machine": {
             "cpu": platform.machine(),
             "cpus": os.cpu_count(),

@@ -44,6 +44,39 @@ def test_gamma(gamma: Any) -> None:
     refuses("gamma must be an int from 0 to 16", model, small_models.tokens(model), gamma=gamma)
 
 
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.0, "4", True, [3, -1], [3, None]])
+def test_seeds(seed: Any) -> None:
+    model = nested_model()
+    tokens = small_models.tokens(model)
+    for do_sample in (True, False):
+        refuses("seed must be an int from 0 to", model, tokens, seed=seed, do_sample=do_sample)
+
+
+def test_seeds_and_rows() -> None:
+    model = nested_model()
+    tokens = small_models.tokens(model)  # two rows
+    for seed in ([], [1], [1, 2, 3]):
+        refuses("one for each of 2 rows, got", model, tokens, seed=seed, do_sample=True)
+    message = "one for each of 6 rows, got 2"
+    refuses(message, model, tokens, seed=[1, 2], do_sample=True, num_return_sequences=3)
+
+
+def test_generators() -> None:
+    model = nested_model()
+    tokens = small_models.tokens(model)
+    refuses("generator must be a torch.Generator, got int", model, tokens, generator=3)
+    both: dict[str, Any] = {"generator": torch.Generator(), "seed": 3}
+    refuses("generator must be left out where seed is given", model, tokens, **both)
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True])
+def test_numbers_of_returned_sequences(count: Any) -> None:
+    model = nested_model()
+    message = "num_return_sequences must be an int >= 1"
+    with pytest.raises(ValueError, match=message):
+        run(model, small_models.tokens(model), 2, num_return_sequences=count, do_sample=True)
+
+
 @pytest.mark.parametrize("kv", ["kv2/kv8", "recent(0)", "", 8])
 def test_kv(kv: Any) -> None:
     model = nested_model()
@@ -53,8 +86,8 @@ def test_kv(kv: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"do_sample": True}, "do_sample=True is not supported: it asks for sampling"),
         ({"num_beams": 3}, "num_beams=3 is not supported: it asks for beam search"),
+        ({"num_beams": 3, "do_sample": True}, "num_beams=3 is not supported"),
         ({"guidance_scale": 1.5}, "guidance_scale=1.5 is not supported"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6 is not supported"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 is not supported"),
@@ -115,7 +148,12 @@ def test_a_model_whose_defaults_ask_for_sampling() -> None:
     model.generation_config = copy.deepcopy(before)
     model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9)
     try:
-        refuses("pass do_sample=False to decode greedily", model, tokens)
+        sampled = speculative_generate(model, tokens, max_new_tokens=6, seed=1)
+        assert not torch.equal(sampled, expected)
+        by_name = speculative_generate(
+            model, tokens, max_new_tokens=6, seed=1, do_sample=True, temperature=0.6, top_p=0.9
+        )
+        assert torch.equal(sampled, by_name)
         greedy = speculative_generate(model, tokens, max_new_tokens=6, do_sample=False)
         assert torch.equal(greedy, expected)
     finally:

@@ -6,6 +6,7 @@ import torch
 from speculative_runs import NEW, nested_model, padded_prompts, run
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig
 
+from nestq.speculative.scores import ProcessedScores
 from nestq.speculative.selection import GreedySelection
 
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -77,7 +78,10 @@ def test_rows_of_different_length_are_selected_alone() -> None:
     logits = torch.randn(3, 4, 11, generator=generator)
     ids = torch.randint(0, 11, (3, 30), generator=generator)
     last = torch.tensor([[2], [17], [4]])
-    tokens = GreedySelection(LogitsProcessorList([BansBySum()])).most_likely(logits, ids, last)
+    processors = LogitsProcessorList([BansBySum()])
+    tokens, _ = GreedySelection(ProcessedScores(processors, logits.device)).verify(
+        logits, ids, last
+    )
     for row in range(3):
         for i in range(4):
             context = ids[row : row + 1, : int(last[row]) + i + 1]
@@ -88,7 +92,8 @@ def test_rows_of_different_length_are_selected_alone() -> None:
 def test_without_processors_the_largest_logit_is_selected() -> None:
     logits = torch.tensor([[[0.0, 2.0, 1.0], [5.0, 5.0, 1.0]]], dtype=torch.bfloat16)
     last = torch.zeros(1, 1, dtype=torch.int64)
-    selected = GreedySelection(LogitsProcessorList()).most_likely(logits, torch.zeros(1, 3), last)
+    scores = ProcessedScores(LogitsProcessorList(), logits.device)
+    selected, _ = GreedySelection(scores).verify(logits, torch.zeros(1, 3), last)
     assert selected.tolist() == [[1, 0]]
 
 

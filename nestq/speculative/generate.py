@@ -1,8 +1,7 @@
 """Self-speculative decoding through transformers' ``generate``."""
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,12 +22,21 @@ from nestq.architectures import unwrap
 from nestq.attention import nested_attention_implementation
 from nestq.kv_cache import NestedKVCache
 from nestq.kv_policy import KVPolicy
+from nestq.plane_placement import place_side_by_side_
 from nestq.speculative import requests
-from nestq.speculative.graphs import Shape, addresses, captured_decoding, round_up_columns
+from nestq.speculative.graphs import (
+    Shape,
+    addresses,
+    capture_rounds,
+    captured_decoding,
+    round_up_columns,
+)
 from nestq.speculative.loop import ColumnStream, Transcript, complete
 from nestq.speculative.metrics import DecodingMetrics, Stopwatch
 from nestq.speculative.round import NestedForward, Round, prefill
-from nestq.speculative.selection import GreedySelection
+from nestq.speculative.sampling import SampledSelection, random_table, row_streams
+from nestq.speculative.scores import ProcessedScores
+from nestq.speculative.selection import GreedySelection, Selection
 from nestq.speculative.state import DecodingState
 from nestq.speculative.stopping import Stopping
 
@@ -60,15 +68,23 @@ def speculative_generate(
     gamma: int = 4,
     kv: str | KVPolicy | None = None,
     cuda_graph: bool | None = None,
+    seed: int | Sequence[int] | None = None,
+    generator: torch.Generator | None = None,
     streamer: BaseStreamer | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     **generate_kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
-    """Generate greedily, drafting with the base planes and verifying with both.
+    """Generate text, drafting with the base planes and verifying with both.
 
-    The tokens are those that the target view generates alone (``gamma=0``, autoregressive decoding
-    in the same engine). Prompts, lengths, processors, stopping criteria and the form of the output
-    are transformers' own: this is ``model.generate`` with another decoding loop.
+    Greedy tokens are those that the target view generates alone (``gamma=0``, autoregressive
+    decoding in the same engine); sampled tokens (``do_sample=True``) have the distribution that the
+    target's have. Prompts, lengths, processors, stopping criteria and the form of the output are
+    transformers' own: this is ``model.generate`` with another decoding loop.
+
+    Samples are reproducible: the same inputs, gamma and seed give the same tokens. A row's tokens
+    do not depend on the other rows or on padding: with a list of seeds, a row is what its prompt
+    gives alone with the row's seed. Both hold as far as the logits are the same bits, as they are
+    on a CPU. Another gamma gives other tokens, of the same distribution.
 
     Threads may decode with one model at the same time. Until they end, its other forward passes
     raise TypeError: decoding sets the attention implementation in the model's config.
@@ -82,27 +98,36 @@ def speculative_generate(
             policy of a ``cache`` that is given.
         cuda_graph: whether each round is one replay of a CUDA graph, which runs no Python of the
             model (hooks, for example); None for yes wherever it is possible: on one GPU, without
-            logits processors. The first call of a batch size and length captures it, and later
-            calls take it over, with its KV cache: see :func:`release_graphs`.
+            logits processors other than temperature, top-k, top-p, min-p, typical and epsilon
+            warpers and the repetition penalty. The first call of a batch size and length captures
+            it, and later calls take it over, with its KV cache: see :func:`release_graphs`.
+        seed: of the samples: an int from 0 to 2**64 - 1, from which every row gets random numbers
+            of its own; or a list of ints, one for each row (each returned sequence), a prompt alone
+            having the same with ``seed=s`` and ``seed=[s]``; or None to draw one from PyTorch's
+            default generator, so that ``torch.manual_seed`` reproduces a run.
+        generator: to draw the seed from, in place of PyTorch's default one.
         streamer: gets the prompt and, as soon as they are accepted, the tokens; its ``end`` is
             called when the call ends, with an error too.
         tokenizer: needed for ``stop_strings``.
         **generate_kwargs: of ``model.generate``: ``attention_mask``, ``max_new_tokens``,
             ``eos_token_id``, ``stop_strings``, ``repetition_penalty``,
-            ``return_dict_in_generate`` and so on. A model whose generation config samples by
-            default needs ``do_sample=False``.
+            ``do_sample``, ``temperature``, ``num_return_sequences``, ``return_dict_in_generate``
+            and so on. A model's generation config may sample by default; ``do_sample=False``
+            decodes greedily.
 
     Returns:
         int64 ``[B, columns]``, prompts and new tokens, shorter rows filled with the pad token; a
         :class:`SpeculativeOutput` with ``return_dict_in_generate=True``.
 
     Raises:
-        ValueError: an argument or option is wrong or not supported; nothing was computed.
+        ValueError: an argument or option is wrong or not supported; nothing was computed. Or, once
+            all was computed: the scores could not be sampled from, being NaN for example.
     """
     requests.check_streamer(streamer)
     try:
         original = unwrap(model)
         requests.check_gamma(gamma)
+        requests.check_seed(seed, generator)
         requests.check_model(original)
         requests.check_keywords(generate_kwargs)
         option = partial(_option, generate_kwargs, original.generation_config)
@@ -115,7 +140,14 @@ def speculative_generate(
         if option("stop_strings") is not None:
             generate_kwargs |= _stop_strings_as_criteria(option, tokenizer)
         loop = partial(
-            decode, gamma=gamma, kv=kv, cuda_graph=cuda_graph, streamer=streamer, forward=model
+            decode,
+            gamma=gamma,
+            kv=kv,
+            cuda_graph=cuda_graph,
+            seed=seed,
+            generator=generator,
+            streamer=streamer,
+            forward=model,
         )
         return original.generate(inputs, custom_generate=loop, streamer=streamer, **generate_kwargs)
     finally:
@@ -134,6 +166,8 @@ def decode(
     gamma: int = 4,
     kv: str | KVPolicy | None = None,
     cuda_graph: bool | None = None,
+    seed: int | Sequence[int] | None = None,
+    generator: torch.Generator | None = None,
     streamer: BaseStreamer | None = None,
     forward: Callable[..., Any] | None = None,
     **model_kwargs: Any,
@@ -155,6 +189,8 @@ def decode(
         gamma: draft tokens a round, 0 to 16.
         kv: as in :func:`speculative_generate`.
         cuda_graph: as in :func:`speculative_generate`.
+        seed: as in :func:`speculative_generate`.
+        generator: as in :func:`speculative_generate`.
         streamer: gets the new tokens, ``[B]`` at a time; ``end`` is left to its owner.
         forward: called in place of ``model``: what ``torch.compile`` made of it.
         **model_kwargs: what else ``generate`` prepared.
@@ -163,14 +199,16 @@ def decode(
         As :func:`speculative_generate`.
     """
     requests.check_gamma(gamma)
+    requests.check_seed(seed, generator)
     requests.check_model(model)
     requests.check_options(lambda name: getattr(generation_config, name, None))
     requests.check_inputs(model_kwargs)
     requests.check_prompts(model, input_ids, model_kwargs.get("attention_mask"))
     batch, width = input_ids.shape
     requests.check_processors(logits_processor, batch)
-    selection = GreedySelection(logits_processor)
-    in_graph = requests.check_cuda_graph(cuda_graph, model, selection)
+    requests.check_row_seeds(seed, batch)
+    scores = ProcessedScores(logits_processor, model.device)
+    in_graph = requests.check_cuda_graph(cuda_graph, model, scores.waits)
     stopping = Stopping(stopping_criteria)
     pad_token = _pad_token(generation_config, stopping, batch)
     tokens = input_ids.to(model.device)
@@ -185,34 +223,43 @@ def decode(
     elif in_graph:
         columns = round_up_columns(columns)
 
+    selection: Selection = GreedySelection(scores)
+    if generation_config.do_sample:
+        table = random_table(row_streams(seed, generator, batch), columns, pads)
+        selection = SampledSelection(scores, table)
     forward = model if forward is None else forward
+    if model.device.type == "cuda":
+        place_side_by_side_(model)
     weights = addresses(model) if in_graph else 0
     # Few numbers of end tokens, so that calls share graphs.
     ends = -(-len(stopping.eos) // 4) * 4
-    shape = Shape(batch, columns, gamma, ends, policy, id(forward), weights)
+    shape = Shape(batch, columns, gamma, ends, policy, id(forward), weights, selection.key)
     keep = in_graph and given is None
     transcript = Transcript(tokens.cpu(), pads[:, 0].cpu(), stopping.max_length, pad_token)
     stream = ColumnStream(streamer, width)
     with (
         nested_attention_implementation(model),
-        captured_decoding(model, shape, given, keep) as captured,
+        captured_decoding(model, shape, given, selection, keep) as captured,
     ):
-        state = captured.state
+        # A kept one has graphs that use its own selection.
+        state, used = captured.state, captured.selection
         nested = NestedForward(model, forward, state.cache, state.pads)
         run: Callable[[int], None]
         if in_graph:
-            one_round = Round(nested, state, gamma, selection, lambda phase: nullcontext())
-            captured.graphs.capture(one_round, (width, stopping.max_length))
+            capture_rounds(captured, model, forward, (width, stopping.max_length))
             run = captured.graphs.replay
             watch = Stopwatch(model.device)
         else:
             watch = Stopwatch(model.device)
-            run = Round(nested, state, gamma, selection, watch)
+            run = Round(nested, state, gamma, used, watch)
         state.begin(tokens, pads, stopping.max_length, pad_token, stopping.eos)
+        used.begin(selection)
         with watch("prefill"):
             prefill(nested, tokens[:, :-1], generation_config.prefill_chunk_size or width)
         ahead = 1 if in_graph and not stopping.others else 0
         verifications = complete(run, state, transcript, stopping, stream, ahead)
+        if isinstance(used, SampledSelection):
+            used.check(transcript.last)
         metrics = _metrics(state, transcript, watch, verifications, width, in_graph)
         cache = captured.lend_cache() if keep else state.cache
 

@@ -5,11 +5,12 @@ call that made it, and the next call of the same shape takes it over.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -19,6 +20,8 @@ from transformers import PreTrainedModel
 
 from nestq.kv_cache import NestedKVCache
 from nestq.kv_policy import KVPolicy, KVRead
+from nestq.speculative.round import NestedForward, Round
+from nestq.speculative.selection import Selection
 from nestq.speculative.state import DecodingState
 
 # Shapes whose graphs and caches a model keeps between calls; the one used last stays longest.
@@ -37,6 +40,8 @@ class Shape(NamedTuple):
     """Identity of the module that computes."""
     addresses: int
     """Hash of where the weights lie."""
+    selection: Hashable
+    """Kind and constants of the selection."""
 
 
 class RoundGraphs:
@@ -83,10 +88,11 @@ class RoundGraphs:
 
 @dataclass
 class CapturedDecoding:
-    """A decoding state and the rounds that were captured over it."""
+    """A decoding state and the rounds that were captured over it, with the selection they use."""
 
     shape: Shape
     state: DecodingState
+    selection: Selection
     graphs: RoundGraphs
     lent: "ref[NestedKVCache] | None" = None
     """The cache as it was returned to the user; while it lives, the state is the user's."""
@@ -106,7 +112,11 @@ _lock = Lock()
 
 @contextmanager
 def captured_decoding(
-    model: PreTrainedModel, shape: Shape, cache: NestedKVCache | None, keep: bool
+    model: PreTrainedModel,
+    shape: Shape,
+    cache: NestedKVCache | None,
+    selection: Selection,
+    keep: bool,
 ) -> Iterator[CapturedDecoding]:
     """Context that has a state of a shape to itself: one that is kept and not in use, or a new one.
 
@@ -114,10 +124,11 @@ def captured_decoding(
         model: that decodes.
         shape: of the state and its graphs.
         cache: the user's, for a new state; None to allocate one.
+        selection: for a new state; a kept one has its own, with the same key.
         keep: whether to look for a kept state, and to keep this one unless there is an error.
     """
     if not keep:
-        yield _new(model, shape, cache)
+        yield _new(model, shape, cache, selection)
         return
     with _lock:
         kept = _kept.setdefault(model, [])
@@ -130,7 +141,7 @@ def captured_decoding(
         elif len(kept) >= KEPT:
             # Make room before a cache is allocated.
             del kept[0]
-    entry = entry or _new(model, shape, cache)
+    entry = entry or _new(model, shape, cache, selection)
     entry.lent = None
     yield entry
     with _lock:
@@ -138,12 +149,54 @@ def captured_decoding(
         del kept[:-KEPT]
 
 
-def _new(model: PreTrainedModel, shape: Shape, cache: NestedKVCache | None) -> CapturedDecoding:
+def _new(
+    model: PreTrainedModel, shape: Shape, cache: NestedKVCache | None, selection: Selection
+) -> CapturedDecoding:
     if cache is None:
         config = model.config.get_text_config(decoder=True)
         cache = NestedKVCache(config, shape.columns, shape.batch, model.device, shape.policy)
     state = DecodingState(cache, shape.columns, shape.gamma, shape.ends)
-    return CapturedDecoding(shape, state, RoundGraphs(shape.policy))
+    return CapturedDecoding(shape, state, selection, RoundGraphs(shape.policy))
+
+
+def capture_rounds(
+    captured: CapturedDecoding,
+    model: PreTrainedModel,
+    forward: Callable[..., Any],
+    lengths: tuple[int, int],
+) -> None:
+    """Capture what is not captured yet of a decoding.
+
+    A model that is not compiled is traced, so that the passes can fuse its operators.
+
+    Args:
+        captured: a state, the selection and their graphs.
+        model: the transformers model.
+        forward: what computes: the model, or what ``torch.compile`` made of it.
+        lengths: positions that contexts have, from and to.
+    """
+    state = captured.state
+
+    def one_round(forward: Callable[..., Any]) -> Round:
+        nested = NestedForward(model, forward, state.cache, state.pads)
+        gamma = len(state.accepted_per_position)
+        return Round(nested, state, gamma, captured.selection, lambda phase: nullcontext())
+
+    if forward is model and model._compiled_call_impl is None:
+        # Passes come with Inductor, which takes long to import.
+        from nestq.passes.backend import traced
+
+        try:
+            captured.graphs.capture(one_round(traced(model)), lengths)
+            return
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(
+                f"{type(model).__name__} cannot be traced, so that its operators are not fused and "
+                f"decoding is slower: {reason}",
+                stacklevel=2,
+            )
+    captured.graphs.capture(one_round(forward), lengths)
 
 
 def release_graphs(model: PreTrainedModel) -> None:

@@ -1,6 +1,6 @@
 """What a call asks for, checked before any work is done."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from nestq import ops
 from nestq.argument_checks import check_int, first_in_training
 from nestq.kv_cache import NestedKVCache
 from nestq.kv_policy import KVPolicy
-from nestq.speculative.selection import Selection
 from nestq.tensor import NestedQuantTensor
 
 MAX_GAMMA = 16
+MAX_SEED = 2**64 - 1
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # What transformers calls the cache: the newer and the older name.
 CACHES = ("cache", "past_key_values")
@@ -28,14 +28,8 @@ CACHES = ("cache", "past_key_values")
 # Generation options that speculative decoding cannot honour: values that leave them off, and what
 # they ask for.
 _OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "do_sample": (
-        (None, False),
-        "sampling; pass do_sample=False to decode greedily (a model's generation_config may ask "
-        "for sampling by default)",
-    ),
     "num_beams": ((None, 1), "beam search"),
     "num_beam_groups": ((None, 1), "group beam search"),
-    "num_return_sequences": ((None, 1), "several sequences, and greedy decoding has one"),
     "constraints": ((None,), "constrained beam search"),
     "force_words_ids": ((None,), "constrained beam search"),
     "penalty_alpha": ((None, 0), "contrastive search"),
@@ -71,6 +65,25 @@ _KEYWORDS = {
 def check_gamma(gamma: int) -> None:
     """Refuse what is no number of draft tokens."""
     check_int("gamma", gamma, 0, MAX_GAMMA)
+
+
+def check_seed(seed: object, generator: object) -> None:
+    """Refuse what is no seed or list of seeds, and no generator of one."""
+    if generator is not None:
+        if not isinstance(generator, torch.Generator):
+            raise ValueError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+        if seed is not None:
+            raise ValueError(f"generator must be left out where seed is given, got seed={seed!r}")
+    if seed is not None:
+        listed = seed if isinstance(seed, Sequence) and not isinstance(seed, str) else [seed]
+        for number in listed:
+            check_int("seed", number, 0, MAX_SEED)
+
+
+def check_row_seeds(seed: int | Sequence[int] | None, batch: int) -> None:
+    """Refuse a list of seeds that has not one for each row."""
+    if isinstance(seed, Sequence) and len(seed) != batch:
+        raise ValueError(f"seed must be one int, or one for each of {batch} rows, got {len(seed)}")
 
 
 def check_streamer(streamer: object) -> None:
@@ -126,6 +139,14 @@ def check_options(option: Callable[[str], Any]) -> None:
         value = option(name)
         if value not in off:
             raise ValueError(f"{name}={value!r} is not supported: it asks for {meaning}")
+    count = option("num_return_sequences")
+    if count is not None:
+        check_int("num_return_sequences", count, 1)
+        if count > 1 and not option("do_sample"):
+            raise ValueError(
+                f"num_return_sequences={count} is not supported without do_sample=True: it asks "
+                "for several sequences, and greedy decoding has one"
+            )
     chunk = option("prefill_chunk_size")
     if chunk is not None:
         check_int("prefill_chunk_size", chunk, 1)
@@ -151,15 +172,21 @@ def check_inputs(model_kwargs: dict[str, Any]) -> None:
         raise ValueError(f"{unknown[0]} is not supported: the model is given token ids only")
 
 
-def check_cuda_graph(cuda_graph: bool | None, model: PreTrainedModel, selection: Selection) -> bool:
-    """Whether rounds are to be CUDA graphs; refused where they were asked for and cannot be."""
+def check_cuda_graph(cuda_graph: bool | None, model: PreTrainedModel, waits: bool) -> bool:
+    """Whether rounds are to be CUDA graphs; refused where they were asked for and cannot be.
+
+    Args:
+        cuda_graph: what was asked for.
+        model: that decodes.
+        waits: whether logits processors make the host wait for the device.
+    """
     if cuda_graph not in (None, True, False):
         raise ValueError(f"cuda_graph must be True, False or None, got {cuda_graph!r}")
     devices = {str(parameter.device) for parameter in model.parameters()}
     obstacles = {
         f"the model is on {', '.join(sorted(devices))}": model.device.type != "cuda"
         or len(devices) > 1,
-        "logits processors run on the host": selection.waits,
+        "logits processors run on the host": waits,
         "the reference implementation is selected": ops.selected_implementation() == "reference",
     }
     obstacle = next((text for text, there in obstacles.items() if there), None)

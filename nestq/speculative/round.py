@@ -92,6 +92,7 @@ class Round:
         gamma: draft tokens.
         selection: how tokens are chosen.
         watch: a context for each phase, ``"draft"`` and ``"verification"``.
+        verifier: the view that verifies; with gamma 0 any view can decode alone.
     """
 
     def __init__(
@@ -101,12 +102,14 @@ class Round:
         gamma: int,
         selection: Selection,
         watch: Callable[[str], AbstractContextManager[None]],
+        verifier: View = "target",
     ) -> None:
         self.model = model
         self.state = state
         self.gamma = gamma
         self.selection = selection
         self.watch = watch
+        self.verifier: View = verifier
 
     def __call__(self, context_length: int) -> None:
         """Draft, verify and keep what is accepted.
@@ -117,12 +120,12 @@ class Round:
         self.model.context_length = context_length
         last = self.state.last()
         with self.watch("draft"):
-            self._draft(last)
+            self.draft(last)
         with self.watch("verification"):
-            tokens, accepted = self._verify(last)
+            tokens, accepted = self.verify(last)
         self.state.keep(last, tokens, accepted)
 
-    def _draft(self, last: Tensor) -> None:
+    def draft(self, last: Tensor) -> None:
         """Write draft tokens into ``ids``, in the columns after ``last``.
 
         Keys and values that the draft writes are temporary: verification overwrites them.
@@ -132,9 +135,9 @@ class Round:
             logits = self.model("draft", ids.gather(1, column), column)
             ids.scatter_(1, column + 1, self.selection.draft(logits, ids, column))
 
-    def _verify(self, last: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's tokens after ``last`` and after each draft token, and what is accepted."""
+    def verify(self, last: Tensor) -> tuple[Tensor, Tensor]:
+        """The verifier's tokens after ``last`` and each draft token, and what is accepted."""
         ids = self.state.ids
         columns = last + self.state.offsets - 1
-        logits = self.model("target", ids.gather(1, columns), columns)
+        logits = self.model(self.verifier, ids.gather(1, columns), columns)
         return self.selection.verify(logits, ids, last)

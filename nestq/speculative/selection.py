@@ -1,17 +1,22 @@
 """From logits to tokens."""
 
+from collections.abc import Hashable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+
+from nestq.speculative.scores import ProcessedScores
 
 
 class Selection(Protocol):
     """Chooses draft tokens and judges them. One object serves one call."""
 
-    waits: bool
-    """Whether the host waits for the device in between, so that no graph can be captured."""
+    key: Hashable
+    """What a captured graph depends on; the rest are tensors, which ``begin`` sets."""
+
+    def begin(self, other: Any) -> None:
+        """Start a call with the tensors of another selection of the same kind and key."""
 
     def draft(self, logits: Tensor, ids: Tensor, column: Tensor) -> Tensor:
         """A draft token ``[B, 1]`` to follow a column.
@@ -40,47 +45,24 @@ class Selection(Protocol):
 class GreedySelection:
     """The most likely token at each position, after transformers' logits processors.
 
-    The processors see a position's own context: the prompt as given, padding included, and what was
-    generated or drafted before it. They must be functions of that alone, because draft and target
-    both call them, and rejected tokens are forgotten.
+    Args:
+        scores: applies the processors, for draft and target alike.
     """
 
-    def __init__(self, processors: LogitsProcessorList) -> None:
-        self.processors = processors
-        self.waits = bool(processors)
+    def __init__(self, scores: ProcessedScores) -> None:
+        self.scores = scores
+        self.key: Hashable = ("greedy", scores.key)
+
+    def begin(self, other: "GreedySelection") -> None:
+        """Start a call with the tensors of another selection of the same key."""
+        self.scores.begin(other.scores)
 
     def draft(self, logits: Tensor, ids: Tensor, column: Tensor) -> Tensor:
         """The draft's most likely token ``[B, 1]``."""
-        return self.most_likely(logits, ids, column)
+        return self.scores(logits, ids, column).argmax(-1)
 
     def verify(self, logits: Tensor, ids: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
         """The target's most likely tokens; drafts are accepted as far as they are the same."""
-        tokens = self.most_likely(logits, ids, last)
+        tokens = self.scores(logits, ids, last).argmax(-1)
         drafted = ids.gather(1, last + torch.arange(1, tokens.shape[1], device=ids.device))
         return tokens, (drafted == tokens[:, :-1]).cumprod(1).bool()
-
-    def most_likely(self, logits: Tensor, ids: Tensor, last: Tensor) -> Tensor:
-        """Token ids ``[B, n]`` that follow the columns ``last + 0 ... last + n - 1`` of ``ids``.
-
-        Args:
-            logits: ``[B, n, V]``.
-            ids: int64 ``[B, columns]``; columns up to ``last + n - 1`` are read.
-            last: int64 ``[B, 1]``, column of the token that the first logits come from.
-        """
-        if not self.processors:
-            return logits.float().argmax(-1)
-        batch, count, _ = logits.shape
-        rows = torch.arange(batch, device=logits.device)
-        shortest = last[:, 0] + 1
-        tokens = torch.empty(batch, count, dtype=torch.int64, device=logits.device)
-        # Rows differ in length. Some processors know rows by their index, so that every call has
-        # all rows; those that have no position of this length give a result that is not used.
-        for length in range(int(shortest.min()), int(shortest.max()) + count):
-            offset = length - shortest
-            here = (offset >= 0) & (offset < count)
-            if here.any():
-                context: Any = ids[:, :length]
-                scores = logits[rows, offset.clamp(0, count - 1)].float()
-                chosen = self.processors(context, scores).argmax(-1)
-                tokens[rows[here], offset[here]] = chosen[here]
-        return tokens

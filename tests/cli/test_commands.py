@@ -14,7 +14,7 @@ import nestq
 from nestq import cli
 from nestq.checkpoint import read_config
 
-COMMANDS = ("quantize", "generate", "eval", "inspect", "demo")
+COMMANDS = ("quantize", "generate", "eval", "bench", "inspect", "demo")
 
 
 def test_quantize_with_a_calibration_file(
@@ -87,6 +87,18 @@ def test_generate_prints_the_text_and_the_metrics(
     assert answer("--gamma", "0")[0] == text
     chat, _ = answer("--chat")
     assert "<|im_start|>" not in chat
+
+
+def test_generate_samples(nested: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(*options: str) -> str:
+        arguments = ["generate", nested, "Why is the sky blue?", "--max-new-tokens", "8"]
+        assert cli.main([*arguments, *options]) == 0
+        return capsys.readouterr().out.partition("gamma  ")[0]
+
+    hot = ("--temperature", "5", "--top-p", "0.9", "--top-k", "40", "--seed")
+    assert answer(*hot, "1") == answer(*hot, "1") != answer(*hot, "2")
+    assert answer("--seed", "1") == answer("--seed", "1") != answer()
+    assert answer("--temperature", "0.000001") == answer() == answer("--top-k", "1")
 
 
 def test_generate_takes_a_hub_id(
