@@ -15,7 +15,8 @@ test-full: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m full
 
 test-gpu: .venv/installed-dev
-	$(BIN)/python -m pytest tests/kernels tests/test_gpu.py tests/test_tiled_tensor.py
+	$(BIN)/python -m pytest tests/kernels tests/passes tests/bench tests/test_gpu.py \
+		tests/test_tiled_tensor.py tests/test_speculative_graphs.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

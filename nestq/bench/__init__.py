@@ -1,0 +1,1 @@
+"""``nestq bench``: the speed of decoding, end to end."""
