@@ -91,7 +91,7 @@ def add_bench(commands: Any) -> None:
     command.add_argument(
         "--compiler",
         choices=get_args(Compiler),
-        help="of the nested model: passes (the default on a GPU, where decoding does so by itself), "
+        help="of the nested model: passes (the default on a GPU, as decoding does by itself), "
         "inductor, which takes minutes, or none (the default on a CPU). The 16-bit model is "
         "compiled by Inductor unless this is none",
     )
