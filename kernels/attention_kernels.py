@@ -13,8 +13,8 @@ from nestq.kernels.attention_split import (
     load_query,
     merge_splits,
     normalized,
+    scaled_down,
     split_scores,
-    times_two_to,
 )
 from nestq.kernels.kv_codes import DENSE, RECENT
 
@@ -272,9 +272,9 @@ def combine_kernel(
             here = split < end
             sums_, exponent_, total_, peak_ = loaded[i]
             shift = tl.where(here, exponent_ - exponent, 0.0)[:, None]
-            sum += times_two_to(tl.where(here[:, None], sums_, 0.0), shift)
+            sum += scaled_down(tl.where(here[:, None], sums_, 0.0), shift)
             shift = tl.where(here, peak_ - peak, 0.0)
-            total += times_two_to(tl.where(here, total_, 0.0), shift)
+            total += scaled_down(tl.where(here, total_, 0.0), shift)
         if PADDED_SPLITS > UNROLL:
             loaded = _load_splits(
                 sums, exponents, totals, peaks, part, first + UNROLL, end, column, HEAD_DIM, UNROLL

@@ -52,18 +52,22 @@ def load_keys(
     P: tl.constexpr = PADDED // (4 * VECTOR)
     N: tl.constexpr = VECTOR if READ == DENSE else VECTOR // 4
     thread = tl.arange(0, 128)[:, None]
+    # In 64 bits, so that loads differ by a constant that is part of the instruction.
+    first = start + thread // 4
+    first_key = first.to(tl.int64)
+    first_element = (thread % 4 * N + tl.arange(0, N)[None, :]).to(tl.int64)
     coarse = ()
     fine = ()
     for i in tl.static_range(8 * P):
-        key = start + thread // 4 + i // P * 32
-        element = thread % 4 * N + tl.arange(0, N)[None, :] + i % P * (4 * N)
-        inside = key < limit
+        key = first_key + i // P * 32
+        element = first_element + i % P * (4 * N)
+        inside = first < limit - i // P * 32
         x = load_plane(base, key, element, inside, HALF, READ)
         coarse = coarse + (x if READ == DENSE else x.reshape(128, N // 2, 2),)
         if READ != BASE:
             plane = base + HALF if READ == DENSE else refinement
             if READ == RECENT:
-                inside = inside & (key >= fine_start)
+                inside = inside & (first >= fine_start - i // P * 32)
             x = load_plane(plane, key, element, inside, HALF, READ)
             fine = fine + (x if READ == DENSE else x.reshape(128, N // 2, 2),)
     return coarse, fine
@@ -83,22 +87,24 @@ def load_values(
     """A tensor a group ``[128, N, 2]``: words or dense elements, of two keys."""
     N: tl.constexpr = PADDED // 8 if READ == DENSE else PADDED // 32
     thread = tl.arange(0, 128)[:, None]
-    element = thread % 32 // 4 * N + tl.arange(0, N)[None, :]
+    element = (thread % 32 // 4 * N + tl.arange(0, N)[None, :]).to(tl.int64)
+    first_even = start + thread // 32 * 8 + thread % 4 * 2
+    first_key = first_even.to(tl.int64)
     coarse = ()
     fine = ()
     for i in tl.static_range(8):
-        even = start + thread // 32 * 8 + thread % 4 * 2 + i * 32
+        even = first_key + i * 32
         odd = even + 1
-        even_inside = even < limit
-        odd_inside = odd < limit
+        even_inside = first_even < limit - i * 32
+        odd_inside = first_even < limit - i * 32 - 1
         first = load_plane(base, even, element, even_inside, HALF, READ)
         second = load_plane(base, odd, element, odd_inside, HALF, READ)
         coarse = coarse + (tl.join(first, second),)
         if READ != BASE:
             plane = base + HALF if READ == DENSE else refinement
             if READ == RECENT:
-                even_inside = even_inside & (even >= fine_start)
-                odd_inside = odd_inside & (odd >= fine_start)
+                even_inside = even_inside & (first_even >= fine_start - i * 32)
+                odd_inside = odd_inside & (first_even >= fine_start - i * 32 - 1)
             first = load_plane(plane, even, element, even_inside, HALF, READ)
             second = load_plane(plane, odd, element, odd_inside, HALF, READ)
             fine = fine + (tl.join(first, second),)

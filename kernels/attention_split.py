@@ -47,6 +47,16 @@ def times_two_to(x, exponent):
 
 
 @triton.jit
+def scaled_down(x, exponent):
+    """``x * 2 ** exponent`` for whole exponents up to 0, exact where the result is normal.
+
+    Below -126 the exponent counts as that: what is so much smaller than another term of a sum does
+    not change it, and is zero where it is all there is (``TINY``).
+    """
+    return x * two_to(tl.maximum(exponent, -126.0))
+
+
+@triton.jit
 def exponent_above(x):
     """Smallest e with ``x < 2 ** e``, as float32, for x >= 0; at least -110."""
     exponent = ((x.to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)
@@ -164,7 +174,7 @@ def merge_warps(x, shift):
     """Sum over warps ``[R, PADDED]`` of ``x * 2 ** shift``, elements in their natural order."""
     PADDED: tl.constexpr = x.shape[1]
     R: tl.constexpr = x.shape[2]
-    x = times_two_to(x, shift[:, None, :])
+    x = scaled_down(x, shift[:, None, :])
     x = x.reshape(2, 2, PADDED // 8, 8, R).permute(4, 3, 2, 0, 1)
     return sum_pairs(x.reshape(R, PADDED, 2, 2))
 
@@ -251,7 +261,7 @@ def attend_split(
     top_peak = tl.max(peak, axis=0)
     top_exponent = tl.max(exponent, axis=0)
     shift = exponent - top_exponent[None, :]
-    total = times_two_to(total, peak - top_peak[None, :])
+    total = scaled_down(total, peak - top_peak[None, :])
     total = sum_pairs(total.reshape(2, 2, R).permute(2, 0, 1))
     fine_weight = weight
     if READ == RECENT:
@@ -269,13 +279,13 @@ def merge_splits(
 ):
     """What :func:`attend_split` returned for some splits, and for the next one, together."""
     top = tl.maximum(exponent, next_exponent)
-    low = times_two_to(low, (exponent - top)[:, None])
-    low += times_two_to(next_low, (next_exponent - top)[:, None])
-    high = times_two_to(high, (exponent - top)[:, None])
-    high += times_two_to(next_high, (next_exponent - top)[:, None])
+    low = scaled_down(low, (exponent - top)[:, None])
+    low += scaled_down(next_low, (next_exponent - top)[:, None])
+    high = scaled_down(high, (exponent - top)[:, None])
+    high += scaled_down(next_high, (next_exponent - top)[:, None])
     top_peak = tl.maximum(peak, next_peak)
-    total = times_two_to(total, peak - top_peak)
-    total += times_two_to(next_total, next_peak - top_peak)
+    total = scaled_down(total, peak - top_peak)
+    total += scaled_down(next_total, next_peak - top_peak)
     return top, low, high, top_peak, total
 
 

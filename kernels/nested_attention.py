@@ -26,8 +26,14 @@ FEW_QUERIES = 16
 PARTIAL_SUMS = 1 << 26
 # Columns of the result that a program adds up from all splits.
 COMBINED_COLUMNS = 32
-# Programs that a multiprocessor holds at a time: they use nearly all registers.
+# Programs that a multiprocessor holds at a time: they use nearly all registers. Those of few rows
+# that load nothing ahead can do with so many that there is room for a third.
 RESIDENT = 2
+FEW_ROWS = 8
+FEW_ROWS_RESIDENT = 3
+FEW_ROWS_REGISTERS = 168
+# Splits of a program up to which it is not worth loading ahead.
+FEW_SPLITS = 2
 
 
 class AttentionConfig(NamedTuple):
@@ -210,15 +216,18 @@ def _default_config(query: Tensor, kv_heads: int, splits: int) -> AttentionConfi
         multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
     tiles = batch * kv_heads * triton.cdiv(rows, tile)
     # One more program than are held at a time would take as long again.
-    return AttentionConfig(tile, max(min(splits, RESIDENT * multiprocessors // tiles), 1))
+    programs = max(min(splits, RESIDENT * multiprocessors // tiles), 1)
+    more = max(FEW_ROWS_RESIDENT * multiprocessors // tiles, 1)
+    if tile <= FEW_ROWS and splits <= FEW_SPLITS * more:
+        programs = min(splits, more)
+    return AttentionConfig(tile, programs)
 
 
-def _loads_ahead(config: AttentionConfig, padded: int, read: int) -> bool:
-    """Whether registers suffice for more keys and values than are being used."""
+def _loads_ahead(config: AttentionConfig, splits: int, padded: int, read: int) -> bool:
+    """Whether there are keys and values to load before they are used, and registers for them."""
     planes = 1 if read == BASE.value else 2
-    return (
-        config.programs > 0 and config.rows * planes <= 16 and padded <= 64 and read != DENSE.value
-    )
+    several = 0 < FEW_SPLITS * config.programs < splits
+    return several and config.rows * planes <= 16 and padded <= 64 and read != DENSE.value
 
 
 def _attend(
@@ -252,6 +261,8 @@ def _attend(
     vector = 16 if padded >= 64 and half % 16 == 0 and read != DENSE.value else 8
     unit = 0 if read == DENSE.value else -4
     sizes = (kv_heads, group, capacity, count, splits)
+    ahead = _loads_ahead(config, splits, padded, read)
+    narrow = config.rows <= FEW_ROWS and config.programs > 0 and read != DENSE.value and not ahead
     attention_kernel[(triton.cdiv(rows, config.rows), batch * kv_heads, max(config.programs, 1))](
         query,
         positions,
@@ -273,8 +284,9 @@ def _attend(
         WINDOW=sliding_window > 0,
         UNIT=unit,
         ALL_SPLITS=all_splits,
-        AHEAD=_loads_ahead(config, padded, read),
+        AHEAD=ahead,
         ASM=not triton.knobs.runtime.interpret,
+        maxnreg=FEW_ROWS_REGISTERS if narrow else None,
         num_warps=4,
         num_stages=1,
         enable_fp_fusion=False,

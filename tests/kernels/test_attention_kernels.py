@@ -10,6 +10,8 @@ from kernel_device import device
 from torch import Tensor
 from triton.runtime import interpreter
 
+from nestq.kernels import nested_attention as module
+from nestq.kernels.kv_codes import BOTH
 from nestq.kernels.nested_attention import AttentionConfig, attention_16, nested_attention
 from nestq.reference import attention as reference
 from nestq.reference.kv import dequantize_kv, quantize_kv
@@ -234,12 +236,21 @@ def test_nan_in_a_visible_slot_or_query_shows_and_elsewhere_does_not() -> None:
     ],
 )
 def test_no_division_of_the_work_changes_a_bit(
-    heads: tuple[int, int], head_dim: int, slots: int, window: int, read: str
+    heads: tuple[int, int],
+    head_dim: int,
+    slots: int,
+    window: int,
+    read: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call = Call.random(heads, head_dim, slots, 5, batch=1, read=read, window=window)
     out = call.kernel()
     for config in CONFIGS:
         assert torch.equal(call.kernel(config), out), config
+    # Keys of the next split are loaded ahead where a program has several.
+    monkeypatch.setattr(module, "FEW_SPLITS", 1)
+    assert module._loads_ahead(AttentionConfig(8, 1), 2, 32, BOTH.value)
+    assert torch.equal(call.kernel(AttentionConfig(8, 1)), out)
 
 
 @pytest.mark.parametrize("read", ["kv8", "recent"])
