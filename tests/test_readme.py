@@ -23,7 +23,7 @@ def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.M | re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     model = small_models.build("llama-gqa")
     model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9)
     names: dict[str, Any] = {
