@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from transformers import (
     EpsilonLogitsWarper,
-    EtaLogitsWarper,
     LogitNormalization,
+    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -211,6 +211,13 @@ WARPERS = LogitsProcessorList(
 )
 
 
+class AsksTheHost(LogitsProcessor):
+    """Looks at a number."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores if scores.max() > 0 else -scores
+
+
 def round_without_values(processors: LogitsProcessorList) -> Tensor:
     """A round of tensors that have a shape and no numbers."""
     device = torch.device("meta")
@@ -231,7 +238,7 @@ def test_a_round_needs_no_number_on_the_host() -> None:
     assert not ProcessedScores(WARPERS, torch.device("cpu")).waits
     assert round_without_values(WARPERS).shape == (2, 2)
     with pytest.raises(RuntimeError, match="meta"):
-        round_without_values(LogitsProcessorList([EtaLogitsWarper(0.1)]))
+        round_without_values(LogitsProcessorList([AsksTheHost()]))
 
 
 def test_a_call_takes_over_random_numbers() -> None:
