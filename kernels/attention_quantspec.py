@@ -74,7 +74,7 @@ def quantspec_attention(
         config: how the work is divided, at most 16 rows a program; None for what suits the shapes.
 
     Returns:
-        ``[B, H, n, D]`` in the dtype of the query.
+        ``[B, H, n, D]`` in the dtype of the query; the heads of a query lie together in memory.
 
     Raises:
         ValueError: a dtype, device, shape or stride does not fit.
@@ -102,7 +102,7 @@ def quantspec_attention(
 
     batch, heads, count, head_dim = query.shape
     kv_heads, capacity = key_base.shape[1:3]
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
     if out.numel() == 0:
         return out
     config = config or _default_config(query, key_base)

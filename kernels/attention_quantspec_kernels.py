@@ -71,7 +71,7 @@ def quantspec_kernel(
     value_zero,
     recent_keys,  # 16-bit [B, H_kv, R, D]
     recent_values,
-    out,  # [B, H, n, D], or unused
+    out,  # [B, n, H, D], or unused
     sums,  # float32 [B, H_kv, rows, parts, D], or unused, as all below
     exponents,  # float32 [B, H_kv, rows, parts]
     peaks,  # the same
@@ -235,7 +235,7 @@ def quantspec_kernel(
                 sums, exponents, peaks, totals, at_part, inside, stored, column, part, HALF
             )
     if ALL_SPLITS:
-        out_row = (batch * kv_heads * group + head + row % group) * count + row // group
+        out_row = (batch * count + row // group) * (kv_heads * group) + head + row % group
         at = out + out_row[:, None] * HEAD_DIM + column
         tl.store(at, normalized(low, exponent, peak, total, 0), mask=stored)
         tl.store(at + HALF, normalized(high, exponent, peak, total, 0), mask=stored)
@@ -248,7 +248,7 @@ def combine_quantspec_kernel(
     exponents,  # float32 [B, H_kv, rows, parts]
     peaks,
     totals,
-    out,  # [B, H, n, D]
+    out,  # [B, n, H, D]
     kv_heads,
     group,
     capacity,
@@ -311,5 +311,6 @@ def combine_quantspec_kernel(
     exponent = tl.zeros((1,), tl.float32) + exponent
     peak = tl.zeros((1,), tl.float32) + peak
     result = normalized(sum, exponent, peak, total, 0)
-    out_row = (cache * group + row % group) * count + row // group
+    head = cache % kv_heads * group + row % group
+    out_row = (batch * count + row // group) * (kv_heads * group) + head
     tl.store(out + out_row * HEAD_DIM + column, result, mask=column < HEAD_DIM)

@@ -46,7 +46,7 @@ def rotate_halves(low, high, cos, sin, inside, HALF: tl.constexpr, dtype: tl.con
 
 
 @triton.jit
-def _codes(x, scale, safe):
+def nested_codes(x, scale, safe):
     """Base and refinement codes of ``[TOKENS, HALF]`` in float32 (paper A.2)."""
     base = round_half_even(tl.div_rn(x, safe))
     base = tl.where(scale > 0, tl.minimum(tl.maximum(base, -8.0), 7.0), 0.0)
@@ -58,7 +58,7 @@ def _codes(x, scale, safe):
 
 
 @triton.jit
-def _nibbles(low, high, bias):
+def nibbles(low, high, bias):
     """Codes in float32 as the low and the high nibbles of bytes."""
     low = (low.to(tl.int32) + bias) & 0x0F
     high = (high.to(tl.int32) + bias) & 0x0F
@@ -73,13 +73,13 @@ def nest_halves(low, high, base, refinement, scale, entry, real, column, HALF: t
     nan = tl.max(((low != low) | (high != high)).to(tl.int32), axis=1) > 0
     step = tl.div_rn(tl.where(nan, float("nan"), largest), 7.0)
     safe = tl.where(step > 0, step, 1.0)[:, None]
-    low_base, low_fine = _codes(low, step[:, None], safe)
-    high_base, high_fine = _codes(high, step[:, None], safe)
+    low_base, low_fine = nested_codes(low, step[:, None], safe)
+    high_base, high_fine = nested_codes(high, step[:, None], safe)
 
     inside = real[:, None] & (column < HALF)
     at = entry[:, None] * HALF + column
-    tl.store(base + at, _nibbles(low_base, high_base, 0), mask=inside)
-    tl.store(refinement + at, _nibbles(low_fine, high_fine, 8), mask=inside)
+    tl.store(base + at, nibbles(low_base, high_base, 0), mask=inside)
+    tl.store(refinement + at, nibbles(low_fine, high_fine, 8), mask=inside)
     tl.store(scale + entry, step, mask=real)
 
 

@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 
 from nestq.dense_kv_cache import DenseStates
 from nestq.kv_cache import NestedStates
+from nestq.quantspec_kv_cache import QuantSpecStates
 
 IMPLEMENTATION = "nestq"
 # Arguments with which some models change the scores.
@@ -21,7 +22,7 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 def nested_attention_forward(
     module: torch.nn.Module,
     query: Tensor,
-    key: NestedStates | DenseStates,
+    key: NestedStates | DenseStates | QuantSpecStates,
     value: Any,
     attention_mask: Tensor | None,
     scaling: float | None = None,
@@ -34,7 +35,7 @@ def nested_attention_forward(
     Args:
         module: the attention layer.
         query: ``[B, H, n, D]``.
-        key: keys of a ``NestedKVCache`` or a ``DenseKVCache``.
+        key: keys of a ``NestedKVCache``, a ``DenseKVCache`` or a ``QuantSpecKVCache``.
         value: values of the same cache.
         attention_mask: None; what is visible follows from positions.
         scaling: factor of the scores; default ``D ** -0.5``.
@@ -50,7 +51,7 @@ def nested_attention_forward(
         ValueError: there is a mask.
         NotImplementedError: the model asks for dropout, capped scores, sinks or a bias.
     """
-    if not isinstance(key, NestedStates | DenseStates):
+    if not isinstance(key, NestedStates | DenseStates | QuantSpecStates):
         raise TypeError(
             "the attention implementation 'nestq' reads a NestedKVCache inside "
             f"NestedKVCache.at(positions), got keys of type {type(key).__name__}"
@@ -67,6 +68,19 @@ def nested_attention_forward(
     if isinstance(key, DenseStates):
         out = torch.ops.nestq.attention_16(
             query, key.positions, key.cached, value.cached, scaling, window
+        )
+        return out.transpose(1, 2), None
+    if isinstance(key, QuantSpecStates):
+        out = torch.ops.nestq.quantspec_attention(
+            query,
+            key.new,
+            value.new,
+            key.positions,
+            *key.planes.tensors(),
+            *value.planes.tensors(),
+            key.refinement,
+            scaling,
+            window,
         )
         return out.transpose(1, 2), None
     out = torch.ops.nestq.nested_attention(

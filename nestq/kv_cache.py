@@ -1,5 +1,6 @@
 """``NestedKVCache``: one KV cache that a draft reads at 4 and a target at 8 bits."""
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,6 +90,14 @@ class KVPlanes:
         """Replace every plane by a function of it."""
         self.base, self.refinement, self.scale = map(function, self._planes())
 
+    def grown(self, count: int) -> "KVPlanes":
+        """The same with room for ``count`` more positions, in new tensors."""
+        planes = copy.copy(self)
+        planes.replace(
+            lambda p: torch.cat((p, p.new_zeros(*p.shape[:2], count, *p.shape[3:])), dim=2)
+        )
+        return planes
+
     def _planes(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.base, self.refinement, self.scale
 
@@ -173,6 +182,14 @@ class NestedKVLayer(CacheLayerMixin):
         """Positions that the planes hold."""
         return self.capacity
 
+    def grown(self, capacity: int) -> "NestedKVLayer":
+        """The same with room for ``capacity`` positions, in new tensors."""
+        layer = copy.copy(self)
+        layer.capacity = capacity
+        layer.key_planes = self.key_planes.grown(capacity - self.capacity)
+        layer.value_planes = self.value_planes.grown(capacity - self.capacity)
+        return layer
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` positions; the count must not be positive."""
         if tokens_to_remove > 0:
@@ -243,6 +260,11 @@ class NestedKVCache(Cache):
             if not (isinstance(value, int) and value >= 1):
                 raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
         self.policy = KVPolicy.parse(policy)
+        if self.policy.kind == "quantspec":
+            raise ValueError(
+                "policy must be that of nested planes, got 'quantspec', which is the "
+                "policy of a QuantSpecKVCache"
+            )
         config = config.get_text_config(decoder=True)
         heads, head_dim = head_sizes(config)
         layers: list[Any] = [
@@ -300,6 +322,19 @@ class NestedKVCache(Cache):
             layer.key_planes.states(read, self._positions),
             layer.value_planes.states(read, self._positions),
         )
+
+    def grow(self, max_length: int) -> None:
+        """Make room for ``max_length`` positions, more than there is; what is cached stays.
+
+        Layers and planes become new objects: CUDA graphs over the old ones still have their memory.
+        """
+        if max_length < self.get_max_length():
+            raise ValueError(
+                f"max_length must be at least {self.get_max_length()}, which the cache has room "
+                f"for, got {max_length}"
+            )
+        layers: list[Any] = self.layers
+        self.layers = [layer.grown(max_length) for layer in layers]
 
     def reset(self) -> None:
         """Forget all positions; the memory stays."""

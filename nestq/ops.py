@@ -1,21 +1,29 @@
 """The ``nestq::`` operators: schemas, fakes for torch.compile, and who computes them.
 
-On a CPU the reference computes. On a GPU the kernels do; the reference runs there only if it was
-selected by name, and for dense linear layers in float32, which have no kernel.
+On a GPU the kernels compute; the reference runs there only if it was selected by name, and for
+dense linear layers in float32, which have no kernel. On a CPU ``nestq.cpu`` computes what it can,
+few tokens at a time, and the reference the rest, or all if it was selected: the bits are the same.
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from nestq.cpu import attention as cpu_attention
+from nestq.cpu import kv_append as cpu_kv_append
+from nestq.cpu import linear as cpu_linear
+from nestq.cpu.library import library
 from nestq.reference.attention import nested_attention
+from nestq.reference.attention_quantspec import quantspec_attention
 from nestq.reference.dense_kv import append_16, attention_16
 from nestq.reference.fused_linear import fused_input
 from nestq.reference.kv import kv_append
 from nestq.reference.linear import linear_16, nested_linear
+from nestq.reference.quantspec import append_and_attend, quantspec_append
 from nestq.reference.rotary import rotate_append
 from nestq.tile_layout import canonical_planes
 
@@ -26,7 +34,7 @@ _selected: Implementation = "kernels"
 
 
 def select_implementation(name: Implementation) -> None:
-    """Choose what computes ``nestq::`` operators on a GPU; a CPU always runs the reference.
+    """Choose what computes ``nestq::`` operators: on a CPU, results are the same bit for bit.
 
     Args:
         name: ``"kernels"`` (the default) or ``"reference"``, eager PyTorch: slow and exact.
@@ -38,7 +46,7 @@ def select_implementation(name: Implementation) -> None:
 
 
 def selected_implementation() -> Implementation:
-    """What computes ``nestq::`` operators on a GPU now."""
+    """What computes ``nestq::`` operators now."""
     return _selected
 
 
@@ -61,6 +69,11 @@ def _define(
     torch.library.register_fake(f"nestq::{name}", fake, lib=_library)
 
 
+def _cpu_library(tensor: Tensor) -> Any:
+    """The C++ that computes on a tensor's device; None where the reference does."""
+    return library() if tensor.device.type == "cpu" and _selected == "kernels" else None
+
+
 def _kernels(module: str, function: str) -> Callable[..., Any]:
     """A function of ``nestq.kernels``, imported when it is called: Triton comes with CUDA only."""
 
@@ -80,10 +93,14 @@ def _dual_plane_linear(
     group_size: int,
     overlap: int,
 ) -> Tensor:
-    """The reference, for planes in the order of files or, where rows have a unit, in tiles."""
+    """On a CPU, or by the reference: planes in the order of files or, with a unit, in tiles."""
     if unit is not None:
         base, refinement, scale = canonical_planes(base, refinement, scale, unit, group_size)
-    return nested_linear(x, base, refinement, scale, bias, group_size, overlap)
+    arguments = (x, base, refinement, scale, bias, group_size, overlap)
+    compiled = _cpu_library(x) if cpu_linear.can_compute(x, group_size) else None
+    if compiled is not None:
+        return cpu_linear.nested_linear(compiled, *arguments)
+    return nested_linear(*arguments)
 
 
 def _dual_plane_linear_fake(
@@ -163,10 +180,22 @@ _define(
     _kernels("linear", "dense_linear"),
 )
 
+
+def _kv_append(
+    states: Tensor, positions: Tensor, base: Tensor, refinement: Tensor, scale: Tensor
+) -> None:
+    planes = (base, refinement, scale)
+    compiled = _cpu_library(states) if cpu_kv_append.can_append(*planes) else None
+    if compiled is not None:
+        cpu_kv_append.kv_append(compiled, states, positions, *planes)
+    else:
+        kv_append(states, positions, *planes)
+
+
 _define(
     "kv_append(Tensor states, Tensor positions, Tensor(a!) base, Tensor(b!) refinement, "
     "Tensor(c!) scale) -> ()",
-    kv_append,
+    _kv_append,
     lambda *_: None,
     _kernels("kv_append", "kv_append"),
 )
@@ -176,17 +205,25 @@ _define(
     "Tensor positions, "
     "Tensor(a!) key_base, Tensor(b!) key_refinement, Tensor(c!) key_scale, "
     "Tensor(d!) value_base, Tensor(e!) value_refinement, Tensor(f!) value_scale) -> Tensor",
-    rotate_append,
+    partial(rotate_append, append=_kv_append),
     lambda query, *_: torch.empty_like(query, memory_format=torch.contiguous_format),
     _kernels("rotate_append", "rotate_append"),
 )
+
+
+def _nested_attention(query: Tensor, positions: Tensor, *arguments: Any) -> Tensor:
+    compiled = _cpu_library(query) if cpu_attention.can_compute(query, *arguments[:6]) else None
+    if compiled is not None:
+        return cpu_attention.nested_attention(compiled, query, positions, *arguments)
+    return nested_attention(query, positions, *arguments)
+
 
 _define(
     "nested_attention(Tensor query, Tensor positions, "
     "Tensor key_base, Tensor? key_refinement, Tensor key_scale, "
     "Tensor value_base, Tensor? value_refinement, Tensor value_scale, "
     "float scaling, int sliding_window, int recent) -> Tensor",
-    nested_attention,
+    _nested_attention,
     lambda query, *_: query.new_empty(query.transpose(1, 2).shape).transpose(1, 2),
     _kernels("nested_attention", "nested_attention"),
 )
@@ -205,4 +242,20 @@ _define(
     attention_16,
     lambda query, *_: query.new_empty(query.transpose(1, 2).shape).transpose(1, 2),
     _kernels("nested_attention", "attention_16"),
+)
+
+_define(
+    "quantspec_attention(Tensor query, Tensor keys, Tensor values, Tensor positions, "
+    "Tensor(a!) recent_keys, "
+    "Tensor(b!) key_base, Tensor(c!) key_refinement, Tensor(d!) key_scale, Tensor(e!) key_zero, "
+    "Tensor(f!) recent_values, Tensor(g!) value_base, Tensor(h!) value_refinement, "
+    "Tensor(i!) value_scale, Tensor(j!) value_zero, "
+    "bool refinement, float scaling, int sliding_window) -> Tensor",
+    partial(append_and_attend, quantspec_append, quantspec_attention),
+    lambda query, *_: query.new_empty(query.transpose(1, 2).shape).transpose(1, 2),
+    partial(
+        append_and_attend,
+        _kernels("quantspec_append", "quantspec_append"),
+        _kernels("attention_quantspec", "quantspec_attention"),
+    ),
 )

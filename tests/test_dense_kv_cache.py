@@ -12,7 +12,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from nestq.attention import nested_attention_implementation
 from nestq.dense_kv_cache import DenseKVCache
 from nestq.kv_cache import cache_keyword
-from nestq.speculative.round import NestedForward, Round, prefill
+from nestq.speculative.prompts import Prompt, prefill
+from nestq.speculative.round import NestedForward, Round
 from nestq.speculative.scores import ProcessedScores
 from nestq.speculative.selection import GreedySelection
 from nestq.speculative.state import DecodingState
@@ -32,7 +33,7 @@ def decode(model: PreTrainedModel, tokens: Tensor, pads: list[int]) -> Tensor:
     selection = GreedySelection(ProcessedScores(LogitsProcessorList(), model.device))
     one_round = Round(forward, state, 0, selection, lambda _: nullcontext())
     with nested_attention_implementation(model):
-        prefill(forward, tokens[:, :-1], chunk=5)
+        prefill(forward, Prompt(tokens, forward.pads, hidden=0, inputs={}), chunk=5)
         for count in range(NEW):
             one_round(width - 1 + count)
     assert state.finished.all()

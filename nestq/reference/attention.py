@@ -25,6 +25,9 @@ WEIGHT_STEPS = 1 << 35
 # Queries are taken in pieces of about this many scores, to bound the memory of a long prompt.
 SCORES_A_PIECE = 1 << 22
 
+# Base, refinement or None, scale.
+Planes = tuple[Tensor, Tensor | None, Tensor]
+
 
 def nested_attention(
     query: Tensor,
@@ -64,22 +67,25 @@ def nested_attention(
     Raises:
         ValueError: shapes do not fit, D is above 512 or, on a CPU, a position is not below S.
     """
-    _check(query, positions, key_base, key_refinement, key_scale)
-    check_planes("value", value_base, value_refinement, value_scale)
-    if (key_refinement is None) != (value_refinement is None):
-        raise ValueError("key_refinement and value_refinement must both be given or both be None")
+    keys, values = (
+        (key_base, key_refinement, key_scale),
+        (value_base, value_refinement, value_scale),
+    )
+    check_attention(query, positions, keys, values)
     batch, heads, _, head_dim = query.shape
     kv_heads, capacity = key_base.shape[1:3]
     if query.numel() == 0:
         return query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
-    used = _used_slots(positions, capacity)
-    keys = _unpack(key_base, key_refinement, key_scale, used, recent)
-    values = _unpack(value_base, value_refinement, value_scale, used, recent)
+    used = used_slots(positions, capacity)
+    key_entries, value_entries = (_unpack(*planes, used, recent) for planes in (keys, values))
     rows = query.double().reshape(batch, kv_heads, -1, head_dim)
     row_positions = positions.repeat(1, heads // kv_heads)[:, None, :, None]
     piece = max(1, SCORES_A_PIECE // (batch * kv_heads * used))
     pieces = zip(rows.split(piece, 2), row_positions.split(piece, 2), strict=True)
-    out = [_attend(*piece, keys, values, scaling, sliding_window, recent) for piece in pieces]
+    out = [
+        _attend(*piece, key_entries, value_entries, scaling, sliding_window, recent)
+        for piece in pieces
+    ]
     result = torch.cat(out, dim=2).reshape(query.shape).transpose(1, 2)
     return result.to(query.dtype).contiguous().transpose(1, 2)
 
@@ -140,14 +146,13 @@ def _attend(
     return sums / _divisor(total) * (largest / OVERLAP)
 
 
-def _check(
-    query: Tensor,
-    positions: Tensor,
-    key_base: Tensor,
-    key_refinement: Tensor | None,
-    key_scale: Tensor,
-) -> None:
-    check_planes("key", key_base, key_refinement, key_scale)
+def check_attention(query: Tensor, positions: Tensor, keys: Planes, values: Planes) -> None:
+    """Refuse arguments of :func:`nested_attention` whose dtypes or shapes do not fit, by name."""
+    check_planes("key", *keys)
+    check_planes("value", *values)
+    if (keys[1] is None) != (values[1] is None):
+        raise ValueError("key_refinement and value_refinement must both be given or both be None")
+    key_base = keys[0]
     batch, heads, count, head_dim = query.shape
     kv_batch, kv_heads, capacity, half = key_base.shape
     if (batch, head_dim) != (kv_batch, 2 * half) or heads % kv_heads:
@@ -160,7 +165,7 @@ def _check(
     check_positions(positions, batch, count, capacity)
 
 
-def _used_slots(positions: Tensor, capacity: int) -> int:
+def used_slots(positions: Tensor, capacity: int) -> int:
     """Slots that some query may see; on a GPU all of them, so as not to wait for the device."""
     if positions.device.type != "cpu":
         return capacity

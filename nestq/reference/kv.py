@@ -72,6 +72,16 @@ def kv_append(
     Raises:
         ValueError: a shape does not fit or, on a CPU, a position is not below S.
     """
+    check_append(states, positions, base, refinement, scale)
+    if states.shape[2] == 0:
+        return
+    write_at((base, refinement, scale), quantize_kv(states), positions)
+
+
+def check_append(
+    states: Tensor, positions: Tensor, base: Tensor, refinement: Tensor, scale: Tensor
+) -> None:
+    """Refuse arguments of :func:`kv_append` whose dtypes or shapes do not fit, by name."""
     check_planes("cache", base, refinement, scale)
     batch, heads, count, head_dim = states.shape
     if (batch, heads, head_dim) != (base.shape[0], base.shape[1], 2 * base.shape[3]):
@@ -80,9 +90,6 @@ def kv_append(
             f"[B, H_kv, S, D / 2], got {tuple(states.shape)}"
         )
     check_positions(positions, batch, count, capacity=base.shape[2])
-    if count == 0:
-        return
-    write_at((base, refinement, scale), quantize_kv(states), positions)
 
 
 def write_at(caches: Sequence[Tensor], entries: Sequence[Tensor], positions: Tensor) -> None:

@@ -257,7 +257,7 @@ def _quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes int8 of float32 groups ``[..., g]``, and their scales and zero points ``[...]``."""
     size = x.shape[-1]
     smallest = x.amin(-1, keepdim=True)
-    scale = (x.amax(-1, keepdim=True) - smallest) / LEVELS
+    scale = weights.divide(x.amax(-1, keepdim=True) - smallest, LEVELS)
     zero = smallest + MIDDLE * scale
     centered = x - zero
     base = weights.round_to_base(centered, scale, size)

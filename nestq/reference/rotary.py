@@ -5,6 +5,8 @@
     rotate_half([x1, x2]) = [-x2, x1]        x1 and x2 the halves of a vector
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,7 @@ def rotate_append(
     value_base: Tensor,
     value_refinement: Tensor,
     value_scale: Tensor,
+    append: Callable[..., None] = kv_append,
 ) -> Tensor:
     """Rotate queries and keys, and write rotated keys and values into the cache, in place.
 
@@ -50,6 +53,7 @@ def rotate_append(
         value_base: as of keys.
         value_refinement: as of keys.
         value_scale: as of keys.
+        append: what writes; it takes the arguments of :func:`nestq.reference.kv.kv_append`.
 
     Returns:
         The rotated queries, contiguous ``[B, H, n, D]``.
@@ -62,8 +66,8 @@ def rotate_append(
         (value_base, value_refinement, value_scale),
     )
     check_rotate_append(query, key, value, cos, sin, positions, keys, values)
-    kv_append(rotate(key, cos, sin), positions, *keys)
-    kv_append(value, positions, *values)
+    append(rotate(key, cos, sin), positions, *keys)
+    append(value, positions, *values)
     return rotate(query, cos, sin).contiguous()
 
 
