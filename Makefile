@@ -16,7 +16,7 @@ test-full: .venv/installed-dev
 
 test-gpu: .venv/installed-dev
 	$(BIN)/python -m pytest tests/kernels tests/passes tests/bench tests/test_gpu.py \
-		tests/test_tiled_tensor.py tests/test_speculative_graphs.py
+		tests/test_tiled_tensor.py tests/test_speculative_graphs.py tests/test_metrics.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

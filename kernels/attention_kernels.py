@@ -99,7 +99,7 @@ def attention_kernel(
     inside = row < rows
     # Loaded before the positions, so as not to wait for them. A matrix instruction has 16 rows.
     tile_row = tl.arange(0, max(ROWS, 16))
-    query_row = tile * ROWS + tile_row
+    query_row = tile.to(tl.int64) * ROWS + tile_row
     at = query + batch * query_batch_stride
     at += (head + query_row % group) * query_head_stride + query_row // group * query_stride
     dtype: tl.constexpr = key_base.dtype.element_ty if READ == DENSE else tl.float16

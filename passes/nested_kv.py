@@ -1,6 +1,6 @@
 """Rotation of queries and keys, and the writes into the nested cache, become one call."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -16,7 +16,6 @@ from nestq.passes.graph_nodes import (
     example,
     operands,
     operator_arguments,
-    same_format,
     same_sizes,
 )
 from nestq.passes.graph_pass import GraphPass
@@ -94,10 +93,8 @@ def _arguments(
     base, value_base = example(written["base"]), example(values_written["base"])
     if len(set(planes)) != len(planes) or base is None or value_base is None:
         return None
-    # Capacities may be symbols of their own. Attention, which reads both, takes no two of them.
     kinds = [(one.dtype, one.device) for one in (base, value_base)]
-    sizes = [(*one.shape[:2], *one.shape[3:]) for one in (base, value_base)]
-    if kinds[0] != kinds[1] or not same_sizes(*sizes):
+    if kinds[0] != kinds[1] or not _alike(base.shape, value_base.shape):
         return None
     if not _fit(*states, query.cos, query.sin):
         return None
@@ -235,16 +232,29 @@ def _fit(query: Node, key: Node, value: Node, cos: Node, sin: Node) -> bool:
     q, k, v, c, s = (one for one in tensors if one is not None)
     if (q.dim(), k.dim(), c.dim()) != (4, 4, 3) or {q.dtype, q.device} != {c.dtype, c.device}:
         return False
-    if not same_format(k, v) or not same_format(c, s) or k.dtype != q.dtype:
+    if {k.dtype, v.dtype, c.dtype, s.dtype} != {q.dtype} or not _alike(c.shape, s.shape):
         return False
-    rows = any(same_sizes(c.shape[:1], batch) for batch in ((1,), q.shape[:1]))
-    whole = same_sizes((k.shape[0], *k.shape[2:]), (q.shape[0], *q.shape[2:]))
-    return rows and whole and same_sizes(c.shape[1:], q.shape[2:])
+    rows = any(_alike(c.shape[:1], batch) for batch in ((1,), q.shape[:1]))
+    whole = _alike((k.shape[0], *k.shape[2:]), (q.shape[0], *q.shape[2:]))
+    return rows and whole and _alike(k.shape, v.shape) and _alike(c.shape[1:], q.shape[2:])
+
+
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two shapes are equal in the call that is traced.
+
+    Batches and capacities of inputs are symbols of their own, which nothing says to be equal. The
+    operator looks at them in each call.
+    """
+    return [_hint(size) for size in one] == [_hint(size) for size in other]
+
+
+def _hint(size: Any) -> Any:
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _can_move(rotations: set[Node], appends: set[Node], attention: Node) -> bool:
     """Whether rotations and writes may be done right in front of attention."""
-    node, first_append = min(rotations), min(appends)
+    node, first_append = min({*rotations, *appends}), min(appends)
     while node is not attention:
         in_between = node not in rotations and node not in appends
         if in_between and (node > first_append or may_write(node)):

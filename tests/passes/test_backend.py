@@ -14,17 +14,17 @@ from nestq.passes import backend
 from nestq.speculative.round import NestedForward
 
 
-def logits(model: torch.nn.Module, forward: object, capacity: int) -> list[Tensor]:
+def logits(model: torch.nn.Module, forward: object, capacity: int, batch: int = 2) -> list[Tensor]:
     """Of a block, of two blocks of other sizes, and of a draft step."""
-    cache = NestedKVCache(model.config, capacity, batch_size=2)
-    pads = torch.tensor([[0], [2]])
+    cache = NestedKVCache(model.config, capacity, batch_size=batch)
+    pads = torch.tensor([[0], [2], [1]])[:batch]
     nested = NestedForward(model, forward, cache, pads)  # type: ignore[arg-type]
     found = []
     with torch.no_grad(), nested_attention_implementation(model):
         start = 0
         for view, count in (("target", 5), ("target", 3), ("target", 4), ("draft", 1)):
-            columns = torch.arange(start, start + count).expand(2, -1)
-            tokens = small_models.tokens(model, 2, count)
+            columns = torch.arange(start, start + count).expand(batch, -1)
+            tokens = small_models.tokens(model, batch, count)
             found.append(nested(view, tokens, columns))  # type: ignore[arg-type]
             start += count
     return found
@@ -58,3 +58,8 @@ def test_lengths_and_capacities_share_traces(monkeypatch: pytest.MonkeyPatch) ->
     logits(model, backend.traced(model), 64)
     logits(model, backend.traced(model), 80)
     assert len(counts) == traces
+    # Of another batch, and of another model, sizes are symbols; the passes fuse as much.
+    logits(model, backend.traced(model), 64, batch=3)
+    other = copy.deepcopy(model)
+    logits(other, backend.traced(other), 96, batch=1)
+    assert all(count == counts[0] for count in counts)
