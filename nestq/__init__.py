@@ -14,6 +14,7 @@ from nestq.kv_cache import NestedKVCache
 from nestq.kv_policy import KVPolicy
 from nestq.ops import select_implementation
 from nestq.quantize import quantize_
+from nestq.quantspec_kv_cache import QuantSpecKVCache
 from nestq.recipes import bitnest_w4w8, w8a8
 from nestq.report import QuantizationReport
 from nestq.speculative import (
@@ -36,6 +37,7 @@ __all__ = [
     "KVPolicy",
     "NestedKVCache",
     "NestedQuantTensor",
+    "QuantSpecKVCache",
     "QuantizationReport",
     "SpeculativeOutput",
     "bitnest_w4w8",

@@ -97,7 +97,9 @@ def save(
     unfinished = target.with_name(f".{target.name}.{uuid4().hex}.unfinished")
     try:
         unfinished.mkdir()
-        model.save_pretrained(unfinished, max_shard_size=max_shard_size)
+        # Tensors are found by the names of their modules, also where a model's own checkpoints have
+        # others, as those of multimodal models do.
+        model.save_pretrained(unfinished, max_shard_size=max_shard_size, save_original_format=False)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
         (unfinished / "README.md").write_text(_card(model), encoding="utf-8")

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from rich.console import Console
 from safetensors import SafetensorError
 from transformers import TextStreamer
 
 from nestq.argument_checks import usable_device
 from nestq.bench.command import add_bench
+from nestq.chat import Conversation, run_chat
 from nestq.checkpoint import check_target, read_config, save
 from nestq.command_line import (
     above_zero,
@@ -20,6 +22,7 @@ from nestq.command_line import (
     check_output,
     fetch,
     not_negative,
+    not_negative_or_auto,
     positive,
     share,
     write_json,
@@ -47,6 +50,7 @@ from nestq.speculative.requests import check_gamma, check_seed
 from nestq.tensor_checks import GROUP_SIZES
 
 USAGE_ERROR = 2
+KV_HELP = "kv8/kv8, kv4/kv8, recent(n), auto(n) or quantspec"
 # What a command, a file or a model that cannot be used raises. Anything else is a fault of ours.
 WRONG_INPUT = (
     ValueError,
@@ -138,15 +142,25 @@ def _add_generate(commands: Any) -> None:
         commands,
         "generate",
         _generate,
-        "Answer a prompt by speculative decoding, streaming the text.",
+        "Answer a prompt by speculative decoding, streaming the text; or chat, without a prompt.",
         "nestq generate nested 'Write a haiku about rivers.' --chat --max-new-tokens 60",
     )
     command.add_argument("model", help="nested checkpoint: hub id or folder")
-    command.add_argument("prompt")
-    command.add_argument("--chat", action="store_true", help="put the prompt in the chat template")
-    command.add_argument("--gamma", type=not_negative, default=4, help="default: %(default)s")
-    command.add_argument("--kv", default="kv8/kv8", help="kv8/kv8, kv4/kv8, recent(n) or auto(n)")
+    command.add_argument("prompt", nargs="?", help="may be left out with --chat")
+    command.add_argument(
+        "--chat",
+        action="store_true",
+        help="put the prompt in the chat template; without one, answer lines as they are typed",
+    )
+    command.add_argument(
+        "--gamma",
+        type=not_negative_or_auto,
+        default=4,
+        help="draft tokens a round, or auto to choose for each round; default: %(default)s",
+    )
+    command.add_argument("--kv", default="kv8/kv8", help=KV_HELP)
     command.add_argument("--max-new-tokens", type=positive, default=128)
+    command.add_argument("--device", help="default: a GPU if there is one, else the CPU")
     sampling = command.add_argument_group(
         "sampling", "Any of these samples instead of taking the most likely token."
     )
@@ -178,7 +192,7 @@ def _add_eval(commands: Any) -> None:
         "--batch-size", type=positive, default=16, help="prompts at once; default: %(default)s"
     )
     command.add_argument("--no-w8a8", action="store_true", help="leave out plain W8A8")
-    command.add_argument("--kv", default="kv8/kv8", help="kv8/kv8, kv4/kv8, recent(n) or auto(n)")
+    command.add_argument("--kv", default="kv8/kv8", help=KV_HELP)
     command.add_argument("--json", type=Path, help="write all numbers to this file")
     command.add_argument("--device", default="cpu", help="default: %(default)s")
 
@@ -246,7 +260,24 @@ def _generate(options: argparse.Namespace, console: Console) -> None:
     fetch(read_nested_config, options.model)
     _check_decoding(options)
     check_seed(options.seed, None)
+    if options.prompt is None and not options.chat:
+        raise ValueError("a prompt is needed without --chat")
+    device = usable_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model, tokenizer = fetch(load_model, options.model)
+    model.to(device)
+    warpers = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+    given = {name: value for name, value in warpers.items() if value is not None}
+    decoding: dict[str, Any] = {
+        "gamma": options.gamma,
+        "kv": options.kv,
+        "max_new_tokens": options.max_new_tokens,
+        "do_sample": bool(given) or options.seed is not None,
+        "seed": options.seed,
+        **given,
+    }
+    if options.prompt is None:
+        run_chat(Conversation(model, tokenizer, **decoding), console)
+        return
     if options.chat:
         messages = [{"role": "user", "content": options.prompt}]
         inputs: Any = tokenizer.apply_chat_template(
@@ -254,17 +285,10 @@ def _generate(options: argparse.Namespace, console: Console) -> None:
         )
     else:
         inputs = tokenizer(options.prompt, return_tensors="pt")
-    warpers = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
-    given = {name: value for name, value in warpers.items() if value is not None}
     output: Any = speculative_generate(
         model,
-        **inputs,
-        gamma=options.gamma,
-        kv=options.kv,
-        max_new_tokens=options.max_new_tokens,
-        do_sample=bool(given) or options.seed is not None,
-        seed=options.seed,
-        **given,
+        **inputs.to(device),
+        **decoding,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         return_dict_in_generate=True,
     )

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nestq.checkpoint import check_writable
 
@@ -29,6 +29,11 @@ def _at_least(least: int, text: str) -> int:
     if value < least:
         raise argparse.ArgumentTypeError(f"expected a whole number >= {least}, got {text!r}")
     return value
+
+
+def not_negative_or_auto(text: str) -> int | Literal["auto"]:
+    """An argument that is a whole number >= 0, or "auto"."""
+    return "auto" if text == "auto" else not_negative(text)
 
 
 def above_zero(text: str) -> float:

@@ -312,13 +312,15 @@ def _summed(results: Sequence[DecodingMetrics]) -> DecodingMetrics:
     def total(name: str) -> Any:
         return sum(getattr(metrics, name) for metrics in results)
 
-    positions = zip(*(metrics.accepted_per_position for metrics in results), strict=True)
+    accepted = zip(*(metrics.accepted_per_position for metrics in results), strict=True)
+    drafted = zip(*(metrics.drafts for metrics in results), strict=True)
     return DecodingMetrics(
         gamma=results[0].gamma,
         batch=total("batch"),
         rounds=total("rounds"),
         verifications=total("verifications"),
-        accepted_per_position=[sum(counts) for counts in positions],
+        accepted_per_position=[sum(counts) for counts in accepted],
+        drafted_per_position=[sum(counts) for counts in drafted],
         tokens=total("tokens"),
         prefill_seconds=total("prefill_seconds"),
         draft_seconds=total("draft_seconds"),

@@ -69,7 +69,8 @@ def quantize_(
     and their weights become :class:`NestedQuantTensor`. Embedding rows keep their dtype; a head
     that is nested or rotated is untied from them. Calibration is in evaluation mode, whatever mode
     the model is in. Weights are replaced after the last one is ready: if anything fails before,
-    the model still computes its own function, though it may be rotated.
+    the model still computes its own function, though it may be rotated. Of a multimodal model the
+    language model alone is nested, and only with ``rotation="none"`` and without calibration.
 
     Args:
         model: a causal LM; ``torch.compile`` it afterwards, not before.
@@ -197,11 +198,13 @@ def _dense_linears(
     """Linears to quantize by name, in order of evaluation; each can be quantized."""
     if architecture is None:
         _refuse_conv1d(model)
-        left_out = None if recipe.quantize_head else model.get_output_embeddings()
+        parts = _language_model(model)
+        head: Any = model.get_output_embeddings()
+        (parts.add if recipe.quantize_head else parts.discard)(head)
         linears = {
             name: module
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module is not left_out
+            if isinstance(module, nn.Linear) and module in parts
         }
     else:
         linears = dict(architecture.named_linears())
@@ -210,6 +213,13 @@ def _dense_linears(
     for name, linear in linears.items():
         _check_linear(name, linear)
     return linears
+
+
+def _language_model(model: PreTrainedModel) -> set[nn.Module]:
+    """Modules of the language model: without the towers and projectors of a multimodal one."""
+    config = model.config
+    is_multimodal = config.get_text_config(decoder=True) is not config
+    return set((model.get_decoder() if is_multimodal else model).modules())
 
 
 def _refuse_conv1d(model: nn.Module) -> None:

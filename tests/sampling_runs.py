@@ -91,10 +91,10 @@ def prompts(batch: int) -> tuple[Tensor, Tensor]:
     return padded_prompts(tiny_model(), [0, 2, 1, 3][:batch], 5)
 
 
-def samples(setting: str, gamma: int, batch: int, count: int, seed: int) -> Tensor:
+def samples(setting: str, gamma: Any, batch: int, count: int, seed: int, **others: Any) -> Tensor:
     """New tokens, int64 ``[batch, count, n]``."""
     tokens, mask = prompts(batch)
-    options = {"max_new_tokens": NEW, **SETTINGS[setting]}
+    options = {"max_new_tokens": NEW, **SETTINGS[setting], **others}
     output = run(
         tiny_model(),
         tokens,

@@ -31,7 +31,7 @@ def padded_prompts(model: PreTrainedModel, pads: list[int], width: int) -> tuple
     return tokens.masked_fill(~mask, PAD), mask.long()
 
 
-def run(model: PreTrainedModel, tokens: Tensor, gamma: int, **options: Any) -> SpeculativeOutput:
+def run(model: PreTrainedModel, tokens: Tensor, gamma: Any, **options: Any) -> SpeculativeOutput:
     """``NEW`` tokens by default."""
     options = {"max_new_tokens": NEW, "return_dict_in_generate": True, **options}
     output = speculative_generate(model, tokens, gamma=gamma, **options)

@@ -1,6 +1,7 @@
 import json
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,23 @@ def test_nothing_drafted() -> None:
     assert result.acceptance_per_position == []
     assert "slot acceptance   -" in result.summary()
     assert metrics([0], rounds=0, tokens=0).tokens_per_round is None
+
+
+def test_rounds_with_different_numbers_of_draft_tokens() -> None:
+    result = replace(metrics([7, 5, 1, 0], 10), gamma="auto", drafted_per_position=[9, 6, 2, 0])
+    assert result.rounds_per_gamma == {0: 1, 1: 3, 2: 4, 3: 2}
+    assert (result.drafted, result.accepted) == (17, 13)
+    assert result.slot_acceptance == 13 / 17
+    assert result.acceptance_per_position == [7 / 9, 5 / 6, 1 / 2]
+    assert result.tokens_per_round == 2.3
+    line = "auto; draft tokens in rounds: 0 in 1, 1 in 3, 2 in 4, 3 in 2"
+    assert result.summary().splitlines()[0].endswith(line)
+    looked_up = replace(result, lookups=3).summary().splitlines()[0]
+    assert looked_up.endswith(line + "; looked up for 3 verification(s)")
+    assert json.loads(json.dumps(result.to_dict()))["rounds_per_gamma"]["2"] == 4
+    same = metrics([8, 6], 10)
+    assert same.rounds_per_gamma == {2: 10}
+    assert replace(same, drafted_per_position=[10, 10]).summary() == same.summary()
 
 
 def test_json_holds_counts_and_rates() -> None:

@@ -156,8 +156,10 @@ def test_accepting_every_draft_token_is_noticed(monkeypatch: pytest.MonkeyPatch)
     expected = run(model, tokens, gamma=0).sequences
     assert torch.equal(run(model, tokens, gamma=4).sequences, expected)
 
-    def accept_everything(self: Any, logits: Tensor, ids: Tensor, last: Tensor) -> Any:
-        own, accepted = verify(self, logits, ids, last)
+    def accept_everything(
+        self: Any, logits: Tensor, ids: Tensor, last: Tensor, row_drafts: Tensor | None
+    ) -> Any:
+        own, accepted = verify(self, logits, ids, last, row_drafts)
         drafts = ids.gather(1, last + torch.arange(1, own.shape[1]))
         return torch.cat((drafts, own[:, -1:]), dim=1), torch.ones_like(accepted)
 

@@ -12,9 +12,11 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from nestq import release_graphs
+from nestq.kv_cache import cache_keyword
 from nestq.kv_policy import KVPolicy
-from nestq.speculative import graphs
+from nestq.speculative import graphs, requests
 from nestq.speculative.graphs import Shape, addresses, captured_decoding, round_up_columns
+from nestq.speculative.round_kinds import kinds_of
 from nestq.speculative.scores import ProcessedScores
 from nestq.speculative.selection import GreedySelection
 
@@ -23,12 +25,14 @@ GREEDY = GreedySelection(ProcessedScores(LogitsProcessorList(), torch.device("cp
 
 
 def shape_of(model: PreTrainedModel, columns: int = 64) -> Shape:
-    return Shape(1, columns, 2, 4, KVPolicy("kv8"), id(model), addresses(model), GREEDY.key)
+    kinds = kinds_of(2, 0)
+    return Shape(1, columns, kinds, 4, KVPolicy("kv8"), addresses(model), GREEDY.key)
 
 
-def state_of(model: PreTrainedModel, shape: Shape, fail: bool = False) -> int:
+def state_of(model: PreTrainedModel, shape: Shape, fail: bool = False, forward: Any = None) -> int:
     """Identity of the decoding state that a call of the shape gets."""
-    with captured_decoding(model, shape, None, GREEDY, keep=True) as captured:
+    forward = forward or model
+    with captured_decoding(model, forward, shape, None, GREEDY, keep=True) as captured:
         if fail:
             raise KeyboardInterrupt
         return id(captured.state)
@@ -39,7 +43,7 @@ def test_calls_of_one_shape_share_a_state() -> None:
     shape = shape_of(model)
     first = state_of(model, shape)
     assert state_of(model, shape) == first
-    with captured_decoding(model, shape, None, GREEDY, keep=True) as captured:
+    with captured_decoding(model, model, shape, None, GREEDY, keep=True) as captured:
         assert id(captured.state) == first
         # It is in use: another call at the same time gets its own.
         assert state_of(model, shape) != first
@@ -58,15 +62,38 @@ def test_a_state_is_not_kept_after_an_error() -> None:
 def test_a_cache_that_the_user_holds_is_not_taken_over() -> None:
     model = copy.deepcopy(nested_model())
     shape = shape_of(model)
-    with captured_decoding(model, shape, None, GREEDY, keep=True) as captured:
+    with captured_decoding(model, model, shape, None, GREEDY, keep=True) as captured:
         first = id(captured.state)
         lent = captured.lend_cache()
-        assert lent.layers is captured.state.cache.layers
-    del captured
+        planes = captured.state.cache.layers[0].key_planes
+        assert lent.layers[0].key_planes.base is planes.base
+    # What changes its form is done to the user's objects alone.
+    lent.batch_repeat_interleave(2)
+    lent.layers[0].offload()
+    assert captured.state.cache.layers[0].key_planes is planes
+    assert len(planes.base) == len(captured.state.cache.lengths) == 1
+    del captured, planes
     assert state_of(model, shape) != first
+    layer = lent.layers[0]
     del lent
     gc.collect()
-    assert first in [id(entry.state) for entry in graphs._kept[model]]
+    assert state_of(model, shape) != first
+    del layer
+    gc.collect()
+    assert first in [id(entry.state) for entry in graphs._kept[model] if entry.lent is not None]
+    kept = [entry for entry in graphs._kept[model] if id(entry.state) == first]
+    assert kept[0].lent() is None
+
+
+def test_another_forward_gets_another_state() -> None:
+    model = copy.deepcopy(nested_model())
+
+    def forward(**inputs: Any) -> Any:
+        return model(**inputs)
+
+    first = state_of(model, shape_of(model), forward=forward)
+    assert state_of(model, shape_of(model), forward=forward) == first
+    assert state_of(model, shape_of(model)) != first
 
 
 def test_few_shapes_are_kept_and_none_whose_weights_moved() -> None:
@@ -82,6 +109,7 @@ def test_few_shapes_are_kept_and_none_whose_weights_moved() -> None:
 def test_what_is_kept_goes_with_the_model() -> None:
     model = copy.deepcopy(nested_model())
     state_of(model, shape_of(model))
+    gc.collect()
     before = len(graphs._kept)
     del model
     gc.collect()
@@ -99,6 +127,96 @@ def test_graphs_that_cannot_be_are_refused(value: Any, error: str) -> None:
     model = nested_model()
     with pytest.raises(ValueError, match=f"cuda_graph.*{error}"):
         run(model, small_models.tokens(model, 1, 9), gamma=2, cuda_graph=value)
+
+
+class FakeGraph:
+    """A round that runs again where a graph would be replayed."""
+
+    def __init__(self, run: Any, length: int) -> None:
+        self.replay = lambda: run(length)
+
+    def pool(self) -> None:
+        """Memory has no pool here."""
+
+
+@pytest.fixture
+def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but the capture itself, on a CPU."""
+
+    def captured(self: Any, run: Any, length: int) -> FakeGraph:
+        for _ in range(graphs.WARM_UP_ROUNDS):
+            run(length)
+        return FakeGraph(run, length)
+
+    monkeypatch.setattr(graphs.RoundGraphs, "_captured", captured)
+    monkeypatch.setattr(requests, "check_cuda_graph", lambda asked, *_: asked is not False)
+
+
+@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize("pads", [[0], [4, 2]])
+@pytest.mark.parametrize("kv", ["kv4/kv8", "auto(7)", "auto(9)", "auto(11)", "auto(12)"])
+def test_what_drafts_read_may_change_anywhere(kv: str, pads: list[int]) -> None:
+    model = copy.deepcopy(nested_model())
+    tokens, mask = padded_prompts(model, pads, 12)
+    options = {"attention_mask": mask, "kv": kv}
+    expected = run(model, tokens, 0, cuda_graph=False, **options).sequences
+    for new in (1, 2, 16):
+        output = run(model, tokens, 3, max_new_tokens=new, **options)
+        assert output.metrics.in_graph
+        assert torch.equal(output.sequences, expected[:, : 12 + new])
+
+
+@pytest.mark.usefixtures("fake_graphs")
+def test_no_round_runs_that_cannot_be_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(nested_model())
+    tokens = small_models.tokens(model, 1, 9)
+    run(model, tokens, 0, max_new_tokens=5)
+    replays = []
+    replay = graphs.RoundGraphs.replay
+
+    def counted(self: Any, *arguments: Any) -> None:
+        replays.append(arguments)
+        replay(self, *arguments)
+
+    monkeypatch.setattr(graphs.RoundGraphs, "replay", counted)
+    run(model, tokens, 0, max_new_tokens=5)
+    assert len(replays) == 5
+
+
+@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_kept_state_serves_in_and_outside_inference_mode(do_sample: bool) -> None:
+    model = copy.deepcopy(nested_model())
+    tokens = small_models.tokens(model, 1, 9)
+    options = {"do_sample": do_sample, "seed": 3, "kv": "kv8/kv8"}
+    with torch.inference_mode():
+        first = run(model, tokens, 2, **options).sequences
+    assert torch.equal(run(model, tokens, 2, **options).sequences, first)
+    with torch.inference_mode():
+        assert torch.equal(run(model, tokens, 2, **options).sequences, first)
+    assert len(graphs._kept[model]) == 1
+
+
+@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_model_that_cannot_be_traced_decodes_all_the_same(do_sample: bool) -> None:
+    model = copy.deepcopy(nested_model())
+    tokens = small_models.tokens(model, 1, 9)
+    options = {"do_sample": do_sample, "seed": 3}
+    expected = run(model, tokens, 2, cuda_graph=False, **options).sequences
+
+    def looks_at_a_number(module: Any, inputs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() and output.shape[1] > 1:  # not in drafts
+            torch._dynamo.graph_break()
+
+    model.model.norm.register_forward_hook(looks_at_a_number)
+    torch._dynamo.reset()
+    for cuda_graph in (None, True):
+        with pytest.warns(UserWarning, match="cannot be traced"):
+            output = run(model, tokens, 2, cuda_graph=cuda_graph, **options)
+        assert output.metrics.in_graph is bool(cuda_graph)
+        assert torch.equal(output.sequences, expected)
+        release_graphs(model)
 
 
 @gpu
@@ -130,6 +248,22 @@ def test_selections_of_other_kinds_or_constants_share_no_state() -> None:
     sampled = shape_of(model)._replace(selection=("sampled", GREEDY.scores.key))
     assert state_of(model, sampled) != first
     assert state_of(model, shape_of(model)) == first
+
+
+@gpu
+def test_graphs_of_several_kinds_share_a_state() -> None:
+    model = copy.deepcopy(nested_model(dtype=torch.bfloat16)).cuda()
+    tokens, mask = padded_prompts(model, [0, 3, 7], 12)
+    inputs = {"attention_mask": mask.cuda(), "max_new_tokens": 100}
+    expected = run(model, tokens.cuda(), 0, cuda_graph=False, **inputs)
+    for options in ({"gamma": "auto"}, {"gamma": "auto", "prompt_lookup": 10}, {"gamma": 3}):
+        for _ in range(2):  # the second call takes over the graphs and times of the first
+            output = run(model, tokens.cuda(), **options, **inputs)
+            assert output.metrics.in_graph
+            assert torch.equal(output.sequences, expected.sequences)
+            del output  # whose cache would keep the state from the next call
+    kinds = [entry.shape.kinds for entry in graphs._kept[model]]
+    assert kinds[-2:] == [kinds_of("auto", 10), kinds_of(3, 0)]
 
 
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -198,11 +332,19 @@ def test_streams_caches_and_stops_of_graphs() -> None:
 
 
 @gpu
-@pytest.mark.parametrize("options", [{}, *({"do_sample": True} | o for o in SAMPLING.values())])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        *({"do_sample": True} | o for o in SAMPLING.values()),
+        {"gamma": "auto", "prompt_lookup": 8},
+    ],
+)
 def test_the_host_waits_for_nothing_but_reports(options: dict[str, Any]) -> None:
     model = copy.deepcopy(nested_model(dtype=torch.bfloat16)).cuda()
     tokens = small_models.tokens(model, 1, 12).cuda()
-    run(model, tokens, 3, **options)
+    options = {"gamma": 3, **options}
+    run(model, tokens, **options)
     from nestq.speculative import generate
 
     inner = generate.complete
@@ -216,6 +358,58 @@ def test_the_host_waits_for_nothing_but_reports(options: dict[str, Any]) -> None
 
     generate.complete = strict
     try:
-        run(model, tokens, 3, **options)
+        run(model, tokens, **options)
     finally:
         generate.complete = inner
+
+
+@gpu
+def test_rounds_that_keep_scores_are_eager() -> None:
+    model = copy.deepcopy(nested_model(dtype=torch.bfloat16)).cuda()
+    tokens = small_models.tokens(model, 2, 9).cuda()
+    kept = {"output_scores": True, "output_logits": True}
+    expected = run(model, tokens, 0, **kept)
+    output = run(model, tokens, 3, **kept)
+    assert not output.metrics.in_graph
+    assert torch.equal(output.sequences, run(model, tokens, 3).sequences)
+    for name in ("scores", "logits"):
+        assert all(map(torch.equal, output[name], expected[name]))
+    with pytest.raises(ValueError, match="output_scores and output_logits are kept round by round"):
+        run(model, tokens, 3, cuda_graph=True, **kept)
+
+
+@gpu
+def test_a_cache_is_continued_by_graphs() -> None:
+    model = copy.deepcopy(nested_model(dtype=torch.bfloat16)).cuda()
+    tokens, mask = padded_prompts(model, [0, 3], 12)
+    inputs = {"attention_mask": mask.cuda()}
+    first = run(model, tokens.cuda(), 3, **inputs)
+    ids = torch.cat((first.sequences, small_models.tokens(model, 2, 4).cuda()), 1)
+    inputs = {
+        "attention_mask": torch.nn.functional.pad(mask, (0, ids.shape[1] - 12), value=1).cuda()
+    }
+    expected = run(model, ids, 0, cuda_graph=False, **inputs)
+    output = run(model, ids, 3, **inputs, **{cache_keyword(model): cache_of(first)})
+    assert output.metrics.in_graph
+    assert torch.equal(output.sequences, expected.sequences)
+    assert cache_of(output) is cache_of(first)
+    # What later calls take over is not the cache that was given, nor what it grew from.
+    again = run(model, tokens.cuda(), 3, attention_mask=mask.cuda())
+    assert torch.equal(again.sequences, first.sequences)
+
+
+@gpu
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_weights_of_nan_in_graphs(do_sample: bool) -> None:
+    model = copy.deepcopy(nested_model(dtype=torch.bfloat16)).cuda()
+    tokens = small_models.tokens(model, 2, 9).cuda()
+    expected = run(model, tokens, 3, do_sample=do_sample, seed=1).sequences
+    norm = model.model.norm.weight
+    good = norm.clone()
+    with torch.no_grad():
+        norm.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"no token can be chosen: .* in row\(s\) 0, 1;"):
+        run(model, tokens, 3, do_sample=do_sample, seed=1)
+    with torch.no_grad():
+        norm.copy_(good)
+    assert torch.equal(run(model, tokens, 3, do_sample=do_sample, seed=1).sequences, expected)

@@ -23,7 +23,8 @@ from transformers import (
 
 from nestq.kv_cache import NestedKVCache, cache_keyword
 from nestq.speculative import decode, speculative_generate
-from nestq.speculative.requests import check_inputs, check_rotary
+from nestq.speculative.prompts import check_inputs
+from nestq.speculative.requests import check_rotary
 
 
 def refuses(message: str, model: Any, tokens: Any, **options: Any) -> None:
@@ -38,10 +39,33 @@ def refuses(message: str, model: Any, tokens: Any, **options: Any) -> None:
     assert not calls
 
 
-@pytest.mark.parametrize("gamma", [-1, 17, 2.0, "4", True, None])
+@pytest.mark.parametrize("gamma", [-1, 17, 2.0, 1.5, "4", "automatic", "", True, None])
 def test_gamma(gamma: Any) -> None:
     model = nested_model()
     refuses("gamma must be an int from 0 to 16", model, small_models.tokens(model), gamma=gamma)
+
+
+@pytest.mark.parametrize("value", [2, -0.1, 1.01, float("nan"), "0.4", True, [0.4]])
+def test_draft_stops(value: Any) -> None:
+    model = nested_model()
+    message = "draft_stop must be a probability from 0 to 1, or None, got"
+    refuses(message, model, small_models.tokens(model), draft_stop=value)
+
+
+@pytest.mark.parametrize("value", [-1, 17, 2.0, "auto", True, None])
+def test_numbers_of_tokens_to_look_up(value: Any) -> None:
+    model = nested_model()
+    message = "prompt_lookup must be an int from 0 to 16, got"
+    refuses(message, model, small_models.tokens(model), prompt_lookup=value)
+
+
+def test_draft_stops_with_what_they_exclude() -> None:
+    model = nested_model()
+    tokens = small_models.tokens(model)
+    sampled: dict[str, Any] = {"draft_stop": 0.5, "do_sample": True}
+    refuses("draft_stop=0.5 with gamma='auto' is not", model, tokens, gamma="auto", **sampled)
+    refuses("draft_stop=0.5 with prompt_lookup=3 is not", model, tokens, prompt_lookup=3, **sampled)
+    refuses("cuda_graph=True is not possible", model, tokens, draft_stop=0.5, cuda_graph=True)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.0, "4", True, [3, -1], [3, None]])
@@ -91,8 +115,6 @@ def test_kv(kv: Any) -> None:
         ({"guidance_scale": 1.5}, "guidance_scale=1.5 is not supported"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6 is not supported"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 is not supported"),
-        ({"output_scores": True}, "output_scores=True is not supported"),
-        ({"output_logits": True}, "output_logits=True is not supported"),
         ({"output_attentions": True}, "output_attentions=True is not supported"),
         ({"output_hidden_states": True}, "output_hidden_states=True is not supported"),
         ({"use_cache": False}, "use_cache=False is not supported"),
@@ -121,7 +143,6 @@ def test_options_that_transformers_refuses_itself(options: dict[str, Any]) -> No
     [
         "assistant_model",
         "custom_generate",
-        "inputs_embeds",
         "negative_prompt_ids",
         "negative_prompt_attention_mask",
         "synced_gpus",
@@ -131,13 +152,6 @@ def test_keywords(name: str) -> None:
     model = nested_model()
     with pytest.raises(ValueError, match=f"{name} is not supported"):
         run(model, small_models.tokens(model), gamma=2, **{name: torch.ones(2, 3)})
-
-
-def test_embeddings_in_place_of_tokens() -> None:
-    model = nested_model()
-    embeddings = model.get_input_embeddings()(small_models.tokens(model))
-    with pytest.raises(ValueError, match="inputs_embeds is not supported"):
-        model.generate(inputs_embeds=embeddings, custom_generate=decode, max_new_tokens=4)
 
 
 def test_a_model_whose_defaults_ask_for_sampling() -> None:
@@ -213,9 +227,9 @@ def test_positions_of_the_user() -> None:
 
 
 def test_inputs_of_other_kinds() -> None:
-    tokens = torch.ones(2, 4, dtype=torch.int64)
+    given = {"token_type_ids": torch.ones(2, 4), "use_cache": True, "attention_mask": None}
     with pytest.raises(ValueError, match="token_type_ids is not supported"):
-        check_inputs({"token_type_ids": tokens, "use_cache": True, "attention_mask": None})
+        check_inputs(nested_model(), given)
 
 
 @pytest.mark.parametrize(

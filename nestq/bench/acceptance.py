@@ -82,9 +82,11 @@ class SyntheticSelection(GreedySelection):
         super().__init__(scores)
         self.probability = probability
 
-    def verify(self, logits: Tensor, ids: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    def verify(
+        self, logits: Tensor, ids: Tensor, last: Tensor, drafts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The draft tokens as far as they are accepted, then what the target would choose."""
-        tokens, agreed = super().verify(logits, ids, last)
+        tokens, agreed = super().verify(logits, ids, last, drafts)
         drawn: Any = torch.rand(agreed.shape, device=agreed.device) < self.probability
         accepted = drawn.cumprod(1).bool()
         drafted = ids.gather(1, last + torch.arange(1, tokens.shape[1], device=ids.device))

@@ -111,7 +111,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
     for gamma in options.gammas:
         check_gamma(gamma)
     for policy in options.kv:
-        KVPolicy.parse(policy)
+        if KVPolicy.parse(policy).kind == "quantspec":
+            raise ValueError("--kv must be a policy of nested planes here, got quantspec")
     if options.json:
         check_output("--json", options.json)
     if options.plot:

@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,27 +14,38 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from nestq.architectures import unwrap
 from nestq.attention import nested_attention_implementation
-from nestq.kv_cache import NestedKVCache
 from nestq.kv_policy import KVPolicy
-from nestq.plane_placement import place_side_by_side_
 from nestq.speculative import requests
+from nestq.speculative.adaptive import Chooser
+from nestq.speculative.adaptive_rounds import AdaptiveRounds
+from nestq.speculative.given_cache import given_cache
 from nestq.speculative.graphs import (
     Shape,
-    addresses,
     capture_rounds,
     captured_decoding,
     round_up_columns,
+    settle,
 )
-from nestq.speculative.loop import ColumnStream, Transcript, complete
-from nestq.speculative.metrics import DecodingMetrics, Stopwatch
-from nestq.speculative.round import NestedForward, Round, prefill
+from nestq.speculative.kept_scores import KeptScores
+from nestq.speculative.loop import ColumnStream, Transcript, complete, take
+from nestq.speculative.metrics import Clock, DecodingMetrics, Stopwatch
+from nestq.speculative.options import option_value, pad_token, stop_strings_as_criteria
+from nestq.speculative.prompts import (
+    CACHES,
+    check_embeddings,
+    check_prompts,
+    prefill,
+    prefill_and_choose,
+    read_prompt,
+)
+from nestq.speculative.round import NestedForward
+from nestq.speculative.round_kinds import RoundKind, kinds_of, round_of
 from nestq.speculative.sampling import SampledSelection, random_table, row_streams
 from nestq.speculative.scores import ProcessedScores
 from nestq.speculative.selection import GreedySelection, Selection
@@ -42,9 +54,7 @@ from nestq.speculative.stopping import Stopping
 
 DEFAULT_POLICY = KVPolicy("kv8")
 _CACHE_FIELD = next(
-    field.name
-    for field in dataclasses.fields(GenerateDecoderOnlyOutput)
-    if field.name in requests.CACHES
+    field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput) if field.name in CACHES
 )
 
 
@@ -54,7 +64,11 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
     Attributes:
         sequences: int64 ``[B, columns]``, prompts and new tokens.
-        cache: the ``NestedKVCache`` (``past_key_values`` in older versions of transformers).
+        cache: the KV cache of the call (``past_key_values`` in older versions of transformers).
+        scores: with ``output_scores``, of each new token float32 ``[B, V]``, the target's logits
+            after logits processors. Where a row ended before others, as in transformers, what
+            follows its padding.
+        logits: with ``output_logits``, the same without processors.
         metrics: acceptance and times of the call.
     """
 
@@ -65,7 +79,9 @@ def speculative_generate(
     model: Any,
     inputs: Tensor | None = None,
     *,
-    gamma: int = 4,
+    gamma: int | Literal["auto"] = 4,
+    draft_stop: float | None = None,
+    prompt_lookup: int = 0,
     kv: str | KVPolicy | None = None,
     cuda_graph: bool | None = None,
     seed: int | Sequence[int] | None = None,
@@ -84,7 +100,14 @@ def speculative_generate(
     Samples are reproducible: the same inputs, gamma and seed give the same tokens. A row's tokens
     do not depend on the other rows or on padding: with a list of seeds, a row is what its prompt
     gives alone with the row's seed. Both hold as far as the logits are the same bits, as they are
-    on a CPU. Another gamma gives other tokens, of the same distribution.
+    on a CPU. Another gamma gives other tokens, of the same distribution; and so ``gamma="auto"``
+    and ``prompt_lookup``, which choose by measured times and for all rows together, give other
+    samples each time. Greedy tokens are always the same.
+
+    A ``cache`` of an earlier call (``output.cache``) continues it: give the whole conversation, and
+    only what the cache does not have is read. It must have the first tokens of each row, which is
+    not checked, and fewer than there are; it grows if it must. Lowering ``cache.lengths`` rolls it
+    back, and a call that an exception ended leaves it so that it can be continued.
 
     Threads may decode with one model at the same time. Until they end, its other forward passes
     raise TypeError: decoding sets the attention implementation in the model's config.
@@ -93,14 +116,27 @@ def speculative_generate(
         model: a transformers causal language model with nested weights, or ``torch.compile`` of
             one: the compiled module then computes.
         inputs: int64 ``[B, n]`` token ids, left-padded; ``input_ids=`` is the same.
-        gamma: draft tokens a round, 0 to 16.
-        kv: what drafts read of the cache, for example ``"kv4/kv8"``; default ``"kv8/kv8"``, or the
-            policy of a ``cache`` that is given.
+        gamma: draft tokens a round, 0 to 16; or ``"auto"`` to choose 0, 1, 2, 4, 6 or 8 before each
+            round, for the most tokens a second by the acceptance and the times of rounds so far.
+            Where no draft pays it goes on without, warns of it once, and tries again every 32
+            tokens. With CUDA graphs, the first call of a batch size and length then captures one
+            for each, which takes several times as long.
+        draft_stop: probability, 0 to 1; drafts of a row end behind a token that the draft gave a
+            lower one. Rounds then run eagerly, and the host waits for each draft step, so that on a
+            GPU this costs more than it saves. In sampling only with a number for gamma and without
+            ``prompt_lookup``.
+        prompt_lookup: tokens, 0 to 16, that may be verified in place of the draft's: those that
+            followed the last 2 or 3 tokens of the row where these occurred before. Whether they are
+            or the draft's is chosen for each round, as with ``gamma="auto"``. 0 for never.
+        kv: what drafts read of the cache, for example ``"kv4/kv8"``, or ``"quantspec"`` for a
+            ``QuantSpecKVCache``; default ``"kv8/kv8"``, or the policy of a ``cache`` that is given.
         cuda_graph: whether each round is one replay of a CUDA graph, which runs no Python of the
             model (hooks, for example); None for yes wherever it is possible: on one GPU, without
-            logits processors other than temperature, top-k, top-p, min-p, typical and epsilon
-            warpers and the repetition penalty. The first call of a batch size and length captures
-            it, and later calls take it over, with its KV cache: see :func:`release_graphs`.
+            ``draft_stop`` and without logits processors other than temperature, top-k, top-p,
+            min-p, typical and epsilon warpers and the repetition penalty; where scores or logits
+            are kept, rounds run eagerly, too. The first call of a batch size and length captures
+            it, and later calls take it over, with its KV cache: see :func:`release_graphs`. Rounds
+            over a given ``cache`` are captured at every call.
         seed: of the samples: an int from 0 to 2**64 - 1, from which every row gets random numbers
             of its own; or a list of ints, one for each row (each returned sequence), a prompt alone
             having the same with ``seed=s`` and ``seed=[s]``; or None to draw one from PyTorch's
@@ -110,38 +146,46 @@ def speculative_generate(
             called when the call ends, with an error too.
         tokenizer: needed for ``stop_strings``.
         **generate_kwargs: of ``model.generate``: ``attention_mask``, ``max_new_tokens``,
-            ``eos_token_id``, ``stop_strings``, ``repetition_penalty``,
-            ``do_sample``, ``temperature``, ``num_return_sequences``, ``return_dict_in_generate``
-            and so on. A model's generation config may sample by default; ``do_sample=False``
-            decodes greedily.
+            ``eos_token_id``, ``stop_strings``, ``repetition_penalty``, ``do_sample``,
+            ``temperature``, ``num_return_sequences``, ``return_dict_in_generate``,
+            ``output_scores``, ``output_logits``, ``cache`` and so on; ``inputs_embeds`` in place
+            of token ids; ``pixel_values`` besides them, for a model like Llava. A model's
+            generation config may sample by default; ``do_sample=False`` decodes greedily.
 
     Returns:
         int64 ``[B, columns]``, prompts and new tokens, shorter rows filled with the pad token; a
-        :class:`SpeculativeOutput` with ``return_dict_in_generate=True``.
+        :class:`SpeculativeOutput` with ``return_dict_in_generate=True``. Of a prompt of embeddings
+        alone the new tokens only, as from ``model.generate``.
 
     Raises:
-        ValueError: an argument or option is wrong or not supported; nothing was computed. Or, once
-            all was computed: the scores could not be sampled from, being NaN for example.
+        ValueError: an argument or option is wrong or not supported; nothing was computed. Or, in
+            the middle: no token could be chosen, the scores being NaN for example.
     """
     requests.check_streamer(streamer)
     try:
         original = unwrap(model)
         requests.check_gamma(gamma)
+        requests.check_drafting(draft_stop, prompt_lookup)
         requests.check_seed(seed, generator)
         requests.check_model(original)
         requests.check_keywords(generate_kwargs)
-        option = partial(_option, generate_kwargs, original.generation_config)
+        option = partial(option_value, generate_kwargs, original.generation_config)
         requests.check_options(option)
         if kv is not None:
             KVPolicy.parse(kv)
         prompts = generate_kwargs.get("input_ids") if inputs is None else inputs
         if prompts is not None:
-            requests.check_prompts(original, prompts, generate_kwargs.get("attention_mask"))
+            check_prompts(original, prompts, generate_kwargs.get("attention_mask"))
+        embeddings = generate_kwargs.get("inputs_embeds")
+        if embeddings is not None:
+            check_embeddings(original, embeddings)
         if option("stop_strings") is not None:
-            generate_kwargs |= _stop_strings_as_criteria(option, tokenizer)
+            generate_kwargs |= stop_strings_as_criteria(option, tokenizer)
         loop = partial(
             decode,
             gamma=gamma,
+            draft_stop=draft_stop,
+            prompt_lookup=prompt_lookup,
             kv=kv,
             cuda_graph=cuda_graph,
             seed=seed,
@@ -163,7 +207,9 @@ def decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    gamma: int = 4,
+    gamma: int | Literal["auto"] = 4,
+    draft_stop: float | None = None,
+    prompt_lookup: int = 0,
     kv: str | KVPolicy | None = None,
     cuda_graph: bool | None = None,
     seed: int | Sequence[int] | None = None,
@@ -182,11 +228,13 @@ def decode(
 
     Args:
         model: the model whose ``generate`` was called.
-        input_ids: int64 ``[B, n]``.
+        input_ids: int64 ``[B, n]``; ``[B, 0]`` for embeddings alone.
         logits_processor: applied at every position, for draft and target alike.
         stopping_criteria: applied to every accepted token.
         generation_config: of the call.
-        gamma: draft tokens a round, 0 to 16.
+        gamma: draft tokens a round, 0 to 16, or ``"auto"``.
+        draft_stop: as in :func:`speculative_generate`.
+        prompt_lookup: as in :func:`speculative_generate`.
         kv: as in :func:`speculative_generate`.
         cuda_graph: as in :func:`speculative_generate`.
         seed: as in :func:`speculative_generate`.
@@ -199,82 +247,110 @@ def decode(
         As :func:`speculative_generate`.
     """
     requests.check_gamma(gamma)
+    requests.check_drafting(draft_stop, prompt_lookup)
+    do_sample = bool(generation_config.do_sample)
+    requests.check_draft_stop(draft_stop, gamma, prompt_lookup, do_sample)
     requests.check_seed(seed, generator)
     requests.check_model(model)
     requests.check_options(lambda name: getattr(generation_config, name, None))
-    requests.check_inputs(model_kwargs)
-    requests.check_prompts(model, input_ids, model_kwargs.get("attention_mask"))
-    batch, width = input_ids.shape
+    chunk = generation_config.prefill_chunk_size
+    prompt = read_prompt(model, input_ids, model_kwargs, chunk)
+    tokens, pads = prompt.tokens, prompt.pads
+    batch, width = tokens.shape
     requests.check_processors(logits_processor, batch)
     requests.check_row_seeds(seed, batch)
-    scores = ProcessedScores(logits_processor, model.device)
-    in_graph = requests.check_cuda_graph(cuda_graph, model, scores.waits)
-    stopping = Stopping(stopping_criteria)
-    pad_token = _pad_token(generation_config, stopping, batch)
-    tokens = input_ids.to(model.device)
-    pads = requests.count_pads(tokens, model_kwargs)
-    columns = stopping.max_length + gamma + 1
+    with torch.inference_mode(False):  # a later call may write its tensors outside that mode
+        scores = ProcessedScores(logits_processor, model.device, prompt.hidden)
+    as_dict = generation_config.return_dict_in_generate
+    kept = KeptScores(
+        width,
+        scores if as_dict and generation_config.output_scores else None,
+        logits=bool(as_dict and generation_config.output_logits),
+    )
+    in_graph = requests.check_cuda_graph(cuda_graph, model, scores.waits, draft_stop, kept.any)
+    stopping = Stopping(stopping_criteria, prompt.hidden)
+    pad = pad_token(generation_config, stopping, batch)
+    kinds = kinds_of(gamma, prompt_lookup)
+    columns = stopping.max_length + max(kind.tokens for kind in kinds) + 1
     requests.check_context(model.config, stopping.max_length - int(pads.min()))
     requests.check_rotary(model.config, width - 1 - int(pads.max()), columns - int(pads.min()))
-    given = _given_cache(model, model_kwargs, kv, batch, columns)
-    policy = KVPolicy.parse(kv or DEFAULT_POLICY) if given is None else given.policy
+    policy = KVPolicy.parse(DEFAULT_POLICY if kv is None else kv)
+    given, prompt = given_cache(model, model_kwargs, kv, prompt, columns)
     if given is not None:
-        columns = given.get_max_length()
+        policy, columns = given.policy, given.get_max_length()
     elif in_graph:
         columns = round_up_columns(columns)
 
     selection: Selection = GreedySelection(scores)
     if generation_config.do_sample:
-        table = random_table(row_streams(seed, generator, batch), columns, pads)
+        with torch.inference_mode(False):  # likewise
+            table = random_table(row_streams(seed, generator, batch), columns, pads)
         selection = SampledSelection(scores, table)
     forward = model if forward is None else forward
-    if model.device.type == "cuda":
-        place_side_by_side_(model)
-    weights = addresses(model) if in_graph else 0
+    weights = settle(model) if model.device.type == "cuda" else 0
     # Few numbers of end tokens, so that calls share graphs.
     ends = -(-len(stopping.eos) // 4) * 4
-    shape = Shape(batch, columns, gamma, ends, policy, id(forward), weights, selection.key)
+    shape = Shape(batch, columns, kinds, ends, policy, weights, selection.key)
     keep = in_graph and given is None
-    transcript = Transcript(tokens.cpu(), pads[:, 0].cpu(), stopping.max_length, pad_token)
+    transcript = Transcript(tokens.cpu(), pads[:, 0].cpu(), stopping.max_length, pad)
     stream = ColumnStream(streamer, width)
+    on_gpu = model.device.type == "cuda"
     with (
+        # Streams, events and graphs are made on the current device.
+        torch.cuda.device(model.device) if on_gpu else nullcontext(),
         nested_attention_implementation(model),
-        captured_decoding(model, shape, given, selection, keep) as captured,
+        captured_decoding(model, forward, shape, given, selection, keep) as captured,
     ):
         # A kept one has graphs that use its own selection.
         state, used = captured.state, captured.selection
         nested = NestedForward(model, forward, state.cache, state.pads)
-        run: Callable[[int], None]
+        rounds: dict[RoundKind, Callable[[int], None]]
         if in_graph:
-            capture_rounds(captured, model, forward, (width, stopping.max_length))
-            run = captured.graphs.replay
+            lengths = transcript.longest(), stopping.max_length
+            in_graph = capture_rounds(captured, model, forward, lengths, bool(cuda_graph))
+        if in_graph:
+            rounds = {kind: partial(captured.graphs.replay, kind) for kind in kinds}
             watch = Stopwatch(model.device)
         else:
             watch = Stopwatch(model.device)
-            run = Round(nested, state, gamma, used, watch)
-        state.begin(tokens, pads, stopping.max_length, pad_token, stopping.eos)
+            rest = nested, state, kept.over(used), watch, draft_stop
+            rounds = {kind: round_of(kind, *rest) for kind in kinds}
+        adaptive = None
+        if len(kinds) > 1:
+            chooser = Chooser(kinds, captured.times)
+            adaptive = AdaptiveRounds(rounds, chooser, transcript, Clock(model.device))
+        state.begin(tokens, pads, stopping.max_length, pad, stopping.eos)
         used.begin(selection)
         with watch("prefill"):
-            prefill(nested, tokens[:, :-1], generation_config.prefill_chunk_size or width)
+            if prompt.inputs:
+                prefill_and_choose(nested, prompt, state, kept.over(used))
+            else:
+                prefill(nested, prompt, chunk)
+        if prompt.inputs:
+            take(state.report.cpu(), state, transcript, stopping, stream)
         ahead = 1 if in_graph and not stopping.others else 0
-        verifications = complete(run, state, transcript, stopping, stream, ahead)
-        if isinstance(used, SampledSelection):
-            used.check(transcript.last)
-        metrics = _metrics(state, transcript, watch, verifications, width, in_graph)
+        run = adaptive or rounds[kinds[0]]
+        observe = adaptive.observe if adaptive else None
+        verifications = complete(run, state, transcript, stopping, stream, ahead, observe)
+        lookups = adaptive.lookups if adaptive else 0
+        metrics = _metrics(state, transcript, watch, gamma, verifications, lookups, width, in_graph)
+        kept.finish(nested, transcript)
         cache = captured.lend_cache() if keep else state.cache
 
-    sequences = transcript.sequences().to(input_ids.device)
-    if not generation_config.return_dict_in_generate:
+    sequences = transcript.sequences(prompt.hidden).to(input_ids.device)
+    if not as_dict:
         return sequences
     fields: dict[str, Any] = {_CACHE_FIELD: cache, "sequences": sequences, "metrics": metrics}
-    return SpeculativeOutput(**fields)
+    return SpeculativeOutput(**fields | kept.fields())
 
 
 def _metrics(
     state: DecodingState,
     transcript: Transcript,
     watch: Stopwatch,
+    gamma: int | Literal["auto"],
     verifications: int,
+    lookups: int,
     width: int,
     in_graph: bool,
 ) -> DecodingMetrics:
@@ -282,64 +358,14 @@ def _metrics(
     if in_graph:
         seconds |= {"draft_seconds": None, "verification_seconds": None}
     return DecodingMetrics(
-        gamma=len(state.accepted_per_position),
+        gamma=gamma,
         batch=len(state.ids),
         rounds=int(state.rounds),
         verifications=verifications,
         accepted_per_position=state.accepted_per_position.tolist(),
         tokens=int((transcript.last + 1 - width).sum()),
         in_graph=in_graph,
+        drafted_per_position=state.drafted_per_position.tolist(),
+        lookups=lookups,
         **seconds,
     )
-
-
-def _given_cache(
-    model: PreTrainedModel,
-    model_kwargs: dict[str, Any],
-    kv: str | KVPolicy | None,
-    batch: int,
-    columns: int,
-) -> NestedKVCache | None:
-    """The user's cache, not the one that transformers makes where there is none."""
-    policy = None if kv is None else KVPolicy.parse(kv)
-    for given in (model_kwargs.get(name) for name in requests.CACHES):
-        if getattr(given, "_is_user_defined", False):
-            return requests.check_cache(given, policy, batch, columns, model.device)
-    return None
-
-
-def _pad_token(config: GenerationConfig, stopping: Stopping, batch: int) -> int:
-    """What fills finished rows: as in transformers the pad token, else the first end token."""
-    candidates = [config.pad_token_id, config.eos_token_id]
-    token = next((token for token in candidates if token is not None), None)
-    if token is None and batch > 1 and not stopping.rows_end_together:
-        raise ValueError(
-            "pad_token_id must be given for a batch whose rows may end at different lengths"
-        )
-    return int(torch.tensor(0 if token is None else token).flatten()[0])
-
-
-def _option(generate_kwargs: dict[str, Any], defaults: GenerationConfig, name: str) -> Any:
-    """Value of a generation option: keywords win over a config, and that over the model's own."""
-    if name in generate_kwargs:
-        return generate_kwargs[name]
-    value = getattr(generate_kwargs.get("generation_config"), name, None)
-    return getattr(defaults, name, None) if value is None else value
-
-
-def _stop_strings_as_criteria(
-    option: Callable[[str], Any], tokenizer: PreTrainedTokenizerBase | None
-) -> dict[str, Any]:
-    """Keywords of ``generate`` that stop at strings; it would not see the tokenizer itself."""
-    strings = option("stop_strings")
-    listed = [strings] if isinstance(strings, str) else strings
-    if not (isinstance(listed, list) and listed and all(isinstance(s, str) and s for s in listed)):
-        raise ValueError(
-            "stop_strings must be a string or a list of strings, none of them empty, "
-            f"got {strings!r}"
-        )
-    if tokenizer is None:
-        raise ValueError("tokenizer must be given with stop_strings, got None")
-    criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=listed)
-    given = option("stopping_criteria") or []
-    return {"stop_strings": None, "stopping_criteria": StoppingCriteriaList([*given, criterion])}

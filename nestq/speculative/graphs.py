@@ -4,11 +4,12 @@ A graph reads and writes fixed addresses. So the decoding state, the KV cache am
 call that made it, and the next call of the same shape takes it over.
 """
 
+import copy
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -18,26 +19,31 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from nestq.kv_cache import NestedKVCache
+from nestq.kv_cache import KVPlanes
+from nestq.kv_caches import KVCache, new_cache
 from nestq.kv_policy import KVPolicy, KVRead
-from nestq.speculative.round import NestedForward, Round
+from nestq.plane_placement import place_side_by_side_
+from nestq.quantspec_kv_cache import QuantSpecPlanes
+from nestq.speculative.adaptive import RoundTimes
+from nestq.speculative.round import NestedForward
+from nestq.speculative.round_kinds import RoundKind, round_of
 from nestq.speculative.selection import Selection
 from nestq.speculative.state import DecodingState
 
+PLANES = KVPlanes | QuantSpecPlanes
 # Shapes whose graphs and caches a model keeps between calls; the one used last stays longest.
 KEPT = 2
+WARM_UP_ROUNDS = 2
 
 
 class Shape(NamedTuple):
-    """What a captured round depends on."""
+    """What captured rounds depend on."""
 
     batch: int
     columns: int
-    gamma: int
+    kinds: tuple[RoundKind, ...]
     ends: int
     policy: KVPolicy
-    forward: int
-    """Identity of the module that computes."""
     addresses: int
     """Hash of where the weights lie."""
     selection: Hashable
@@ -45,7 +51,7 @@ class Shape(NamedTuple):
 
 
 class RoundGraphs:
-    """Graphs of one round, one for each way in which drafts may read the cache.
+    """Graphs of rounds, one for each kind and way in which drafts may read the cache.
 
     Args:
         policy: what drafts read of the cache, depending on the context's length.
@@ -53,68 +59,124 @@ class RoundGraphs:
 
     def __init__(self, policy: KVPolicy) -> None:
         self._policy = policy
-        self._graphs: dict[KVRead, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[RoundKind, KVRead], torch.cuda.CUDAGraph] = {}
 
-    def capture(self, run: Callable[[int], None], lengths: tuple[int, int]) -> None:
+    def capture(
+        self, rounds: Mapping[RoundKind, Callable[[int], None]], lengths: tuple[int, int]
+    ) -> None:
         """Capture the graphs for contexts of the given shortest and longest length.
 
         It runs a round for each, which changes the decoding state and leaves no other trace.
 
         Args:
-            run: one round, given the length of the context.
+            rounds: one of each kind, given the length of the context.
             lengths: positions, from and to.
         """
         reads = {self._policy.read("draft", length): length for length in lengths}
-        missing = {read: length for read, length in reads.items() if read not in self._graphs}
-        for read, length in tqdm(
-            missing.items(), desc="capturing a round", file=sys.stderr, leave=False
-        ):
-            # What compiles or measures when it first runs must have run.
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                run(length)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may allocate meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                run(length)
-            self._graphs[read] = graph
+        missing = [
+            (kind, read) for kind in rounds for read in reads if (kind, read) not in self._graphs
+        ]
+        bar = tqdm(
+            missing,
+            desc="capturing a round",
+            file=sys.stderr,
+            leave=False,
+            disable=not missing,
+        )
+        for kind, read in bar:
+            # A process can capture one graph at a time.
+            with _capturing:
+                self._graphs[kind, read] = self._captured(rounds[kind], reads[read])
 
-    def replay(self, length: int) -> None:
-        """Run a round at a context length."""
-        self._graphs[self._policy.read("draft", length)].replay()
+    def _captured(self, run: Callable[[int], None], length: int) -> torch.cuda.CUDAGraph:
+        # What compiles or measures when it first runs must have run; some of it, when a second
+        # round finds other lengths.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP_ROUNDS):
+                    run(length)
+        finally:
+            torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Nothing but the state outlives a round, so that all can use the same memory.
+        pool = next((other.pool() for other in self._graphs.values()), None)
+        # Other threads may allocate meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            run(length)
+        return graph
+
+    def replay(self, kind: RoundKind, length: int) -> None:
+        """Run a round of a kind at a context length."""
+        self._graphs[kind, self._policy.read("draft", length)].replay()
 
 
 @dataclass
 class CapturedDecoding:
-    """A decoding state and the rounds that were captured over it, with the selection they use."""
+    """A decoding state and the rounds that were captured over it, with the selection they use.
+
+    The times of the rounds are those of calls so far.
+    """
 
     shape: Shape
+    forward: "ref[Callable[..., Any]]"
+    """What computes. Its identity alone could be that of another one later."""
     state: DecodingState
     selection: Selection
     graphs: RoundGraphs
-    lent: "ref[NestedKVCache] | None" = None
-    """The cache as it was returned to the user; while it lives, the state is the user's."""
+    times: RoundTimes = field(default_factory=RoundTimes)
+    lent: "ref[_Lease] | None" = None
+    """While what was returned to the user lives, the state is the user's."""
 
-    def lend_cache(self) -> NestedKVCache:
-        """The state's cache under another object, whose life says how long it is needed."""
-        cache = self.state.cache
-        lent = cache.__class__.__new__(cache.__class__)
-        lent.__dict__.update(cache.__dict__)
-        self.lent = ref(lent)
+    def lend_cache(self) -> KVCache:
+        """The state's cache for the user, whose objects say by their life how long it is needed.
+
+        They are objects of their own, so that what is done to them, short of writing into their
+        tensors, is not done to the state.
+        """
+        lease = _Lease()
+        lent = _leased(self.state.cache, lease)
+        lent.layers = [_leased(layer, lease) for layer in lent.layers]
+        for layer in lent.layers:
+            for name, part in vars(layer).items():
+                if isinstance(part, PLANES):
+                    setattr(layer, name, _leased(part, lease))
+        self.lent = ref(lease)
         return lent
+
+
+class _Lease:
+    """Lives as long as anything of a cache that was lent."""
+
+
+def _leased(part: Any, lease: _Lease) -> Any:
+    leased = copy.copy(part)
+    leased.__dict__["_lease"] = lease
+    return leased
 
 
 _kept: "WeakKeyDictionary[PreTrainedModel, list[CapturedDecoding]]" = WeakKeyDictionary()
 _lock = Lock()
+_capturing = Lock()
+
+
+def settle(model: PreTrainedModel) -> int:
+    """Lay the weights of a model as kernels read them best, and give a hash of where they lie.
+
+    Once they are laid so, they stay there: graphs that other threads replay find them.
+    """
+    with _capturing:
+        place_side_by_side_(model)
+    return addresses(model)
 
 
 @contextmanager
 def captured_decoding(
     model: PreTrainedModel,
+    forward: Callable[..., Any],
     shape: Shape,
-    cache: NestedKVCache | None,
+    cache: KVCache | None,
     selection: Selection,
     keep: bool,
 ) -> Iterator[CapturedDecoding]:
@@ -122,26 +184,28 @@ def captured_decoding(
 
     Args:
         model: that decodes.
+        forward: what computes: the model, or what was made of it.
         shape: of the state and its graphs.
         cache: the user's, for a new state; None to allocate one.
         selection: for a new state; a kept one has its own, with the same key.
         keep: whether to look for a kept state, and to keep this one unless there is an error.
     """
     if not keep:
-        yield _new(model, shape, cache, selection)
+        yield _new(model, forward, shape, cache, selection)
         return
     with _lock:
         kept = _kept.setdefault(model, [])
         # Graphs of weights that moved cannot be replayed.
         kept[:] = [entry for entry in kept if entry.shape.addresses == shape.addresses]
-        free = [e for e in kept if e.shape == shape and (e.lent is None or e.lent() is None)]
-        entry = free[-1] if free else None
+        free = [e for e in kept if e.lent is None or e.lent() is None]
+        fitting = [e for e in free if e.shape == shape and e.forward() is forward]
+        entry = fitting[-1] if fitting else None
         if entry is not None:
             kept.remove(entry)
         elif len(kept) >= KEPT:
-            # Make room before a cache is allocated.
-            del kept[0]
-    entry = entry or _new(model, shape, cache, selection)
+            # Make room before a cache is allocated. What is lent cannot be used again soon.
+            kept.remove(next((e for e in kept if e not in free), kept[0]))
+    entry = entry or _new(model, forward, shape, cache, selection)
     entry.lent = None
     yield entry
     with _lock:
@@ -150,13 +214,21 @@ def captured_decoding(
 
 
 def _new(
-    model: PreTrainedModel, shape: Shape, cache: NestedKVCache | None, selection: Selection
+    model: PreTrainedModel,
+    forward: Callable[..., Any],
+    shape: Shape,
+    cache: KVCache | None,
+    selection: Selection,
 ) -> CapturedDecoding:
-    if cache is None:
-        config = model.config.get_text_config(decoder=True)
-        cache = NestedKVCache(config, shape.columns, shape.batch, model.device, shape.policy)
-    state = DecodingState(cache, shape.columns, shape.gamma, shape.ends)
-    return CapturedDecoding(shape, state, selection, RoundGraphs(shape.policy))
+    # Tensors of inference mode could not be written by a later call outside it.
+    with torch.inference_mode(False):
+        if cache is None:
+            config = model.config.get_text_config(decoder=True)
+            sizes = shape.columns, shape.batch
+            cache = new_cache(shape.policy, config, *sizes, model.device, model.dtype)
+        gamma = max(kind.tokens for kind in shape.kinds)
+        state = DecodingState(cache, shape.columns, gamma, shape.ends)
+    return CapturedDecoding(shape, ref(forward), state, selection, RoundGraphs(shape.policy))
 
 
 def capture_rounds(
@@ -164,39 +236,49 @@ def capture_rounds(
     model: PreTrainedModel,
     forward: Callable[..., Any],
     lengths: tuple[int, int],
-) -> None:
+    required: bool,
+) -> bool:
     """Capture what is not captured yet of a decoding.
 
-    A model that is not compiled is traced, so that the passes can fuse its operators.
+    A model that is not compiled is traced, so that the passes can fuse its operators. One that
+    cannot be traced may look at numbers on the device, as a graph must not.
 
     Args:
         captured: a state, the selection and their graphs.
         model: the transformers model.
         forward: what computes: the model, or what ``torch.compile`` made of it.
         lengths: positions that contexts have, from and to.
+        required: whether to try to capture a model that cannot be traced.
+
+    Returns:
+        Whether there are graphs now.
     """
     state = captured.state
 
-    def one_round(forward: Callable[..., Any]) -> Round:
+    def rounds(forward: Callable[..., Any]) -> dict[RoundKind, Callable[[int], None]]:
         nested = NestedForward(model, forward, state.cache, state.pads)
-        gamma = len(state.accepted_per_position)
-        return Round(nested, state, gamma, captured.selection, lambda phase: nullcontext())
+        rest = nested, state, captured.selection, lambda phase: nullcontext()
+        return {kind: round_of(kind, *rest) for kind in captured.shape.kinds}
 
     if forward is model and model._compiled_call_impl is None:
         # Passes come with Inductor, which takes long to import.
         from nestq.passes.backend import traced
 
         try:
-            captured.graphs.capture(one_round(traced(model)), lengths)
-            return
+            captured.graphs.capture(rounds(traced(model)), lengths)
+            return True
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().splitlines()[0]
             warnings.warn(
                 f"{type(model).__name__} cannot be traced, so that its operators are not fused and "
-                f"decoding is slower: {reason}",
+                f"decoding is {'slower' if required else 'much slower'}: {reason}",
                 stacklevel=2,
             )
-    captured.graphs.capture(one_round(forward), lengths)
+        if not required:
+            return False
+        captured.selection.begin(captured.selection)
+    captured.graphs.capture(rounds(forward), lengths)
+    return True
 
 
 def release_graphs(model: PreTrainedModel) -> None:

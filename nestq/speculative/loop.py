@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from nestq.speculative.selection import UNDEFINED
 from nestq.speculative.state import DecodingState, Reports
 from nestq.speculative.stopping import Stopping
 
@@ -23,20 +24,22 @@ class Transcript:
         ids: int64 ``[B, columns]`` on the CPU.
         last: int64 ``[B]``, column of the last known token of each row.
         finished: bool ``[B]``.
+        pads: as given.
     """
 
     def __init__(self, tokens: Tensor, pads: Tensor, columns: int, pad_token: int) -> None:
         batch, width = tokens.shape
-        self.ids = torch.full((batch, columns), pad_token)
+        # By name, since a user may have another default device.
+        self.ids = torch.full((batch, columns), pad_token, device="cpu")
         self.ids[:, :width] = tokens
-        self.last = torch.full((batch,), width - 1)
-        self.finished = torch.zeros(batch, dtype=torch.bool)
-        self._pads = pads
+        self.last = torch.full((batch,), width - 1, device="cpu")
+        self.finished = torch.zeros(batch, dtype=torch.bool, device="cpu")
+        self.pads = pads
         self._pad_token = pad_token
 
     def longest(self) -> int:
         """Cached positions of the longest row."""
-        return int((self.last - self._pads).max())
+        return int((self.last - self.pads).max())
 
     def add(self, report: Tensor) -> None:
         """Add the tokens that a round reported (``DecodingState.report``)."""
@@ -53,9 +56,20 @@ class Transcript:
         self.last[row] = column
         self.finished[row] = True
 
-    def sequences(self) -> Tensor:
-        """int64 ``[B, columns]`` up to the end of the longest row."""
-        return self.ids[:, : int(self.last.max()) + 1]
+    def refuse_undefined(self) -> None:
+        """Raise ValueError if the last token of a row could not be chosen."""
+        tokens = self.ids.gather(1, self.last[:, None])[:, 0]
+        rows = (tokens == UNDEFINED).nonzero().flatten().tolist()
+        if rows:
+            raise ValueError(
+                "no token can be chosen: the scores of the model, after logits processors, hold "
+                f"NaN or +inf or leave no token in row(s) {', '.join(map(str, rows))}; look for "
+                "NaN in the model's weights, and at the processors"
+            )
+
+    def sequences(self, hidden: int = 0) -> Tensor:
+        """int64 ``[B, columns]`` up to the end of the longest row, without hidden columns."""
+        return self.ids[:, hidden : int(self.last.max()) + 1]
 
 
 class ColumnStream:
@@ -87,6 +101,7 @@ def complete(
     stopping: Stopping,
     stream: ColumnStream,
     ahead: int,
+    observe: Callable[[Tensor], None] | None = None,
 ) -> int:
     """Run rounds until every row is finished.
 
@@ -98,24 +113,50 @@ def complete(
         stream: gets complete columns.
         ahead: rounds that may be in flight while the host looks at the one before them. A round of
             finished rows changes nothing.
+        observe: gets each report before the transcript does.
 
     Returns:
         Rounds until the last row was finished.
+
+    Raises:
+        ValueError: a token could not be chosen.
     """
     reports = Reports(state.report)
     rounds = 0
     while not transcript.finished.all():
-        run(transcript.longest())
-        reports.send()
-        if len(reports) <= ahead:
-            continue
-        first = (transcript.last + 1).tolist()
-        transcript.add(reports.receive())
+        # A round keeps a token at least: rows may be sure to end in the rounds that are in flight.
+        room = (stopping.max_length - 1 - transcript.last)[~transcript.finished]
+        if int(room.max()) > len(reports):
+            run(transcript.longest())
+            reports.send()
+            if len(reports) <= ahead:
+                continue
+        report = reports.receive()
+        if observe is not None:
+            observe(report)
+        take(report, state, transcript, stopping, stream)
         rounds += 1
-        if stopping.others:
-            _apply_others(state, transcript, stopping, first)
-        stream.send(transcript)
     return rounds
+
+
+def take(
+    report: Tensor,
+    state: DecodingState,
+    transcript: Transcript,
+    stopping: Stopping,
+    stream: ColumnStream,
+) -> None:
+    """Take up the tokens of a report: end rows that they end, and stream them.
+
+    Raises:
+        ValueError: a token could not be chosen.
+    """
+    first = (transcript.last + 1).tolist()
+    transcript.add(report)
+    if stopping.others:
+        _apply_others(state, transcript, stopping, first)
+    transcript.refuse_undefined()
+    stream.send(transcript)
 
 
 def _apply_others(

@@ -4,7 +4,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +22,7 @@ class DecodingMetrics:
     ``tokens`` does not.
 
     Attributes:
-        gamma: draft tokens a round.
+        gamma: draft tokens a round, or ``"auto"``, as asked for.
         batch: rows.
         rounds: row-rounds.
         verifications: forward passes of the target after the prefill, one a round of the batch.
@@ -32,9 +33,12 @@ class DecodingMetrics:
             are None where a round is one CUDA graph.
         total_seconds: time from the start of the prefill to the last token.
         in_graph: whether rounds were replays of a CUDA graph.
+        drafted_per_position: for each position, row-rounds that drafted a token there; None if all
+            did.
+        lookups: verifications of tokens that were looked up in the text, among all.
     """
 
-    gamma: int
+    gamma: int | Literal["auto"]
     batch: int
     rounds: int
     verifications: int
@@ -45,11 +49,27 @@ class DecodingMetrics:
     verification_seconds: float | None
     total_seconds: float
     in_graph: bool = False
+    drafted_per_position: list[int] | None = None
+    lookups: int = 0
+
+    @property
+    def drafts(self) -> list[int]:
+        """For each position, row-rounds that drafted a token there."""
+        if self.drafted_per_position is None:
+            return [self.rounds] * len(self.accepted_per_position)
+        return self.drafted_per_position
 
     @property
     def drafted(self) -> int:
-        """Draft tokens: gamma a row-round."""
-        return self.gamma * self.rounds
+        """Draft tokens; gamma a row-round where gamma is a number and drafts do not stop early."""
+        return sum(self.drafts)
+
+    @property
+    def rounds_per_gamma(self) -> dict[int, int]:
+        """Row-rounds by the number of tokens that were drafted in them; numbers that occur."""
+        at_least = [self.rounds, *self.drafts, 0]
+        counts = {n: here - more for n, (here, more) in enumerate(pairwise(at_least))}
+        return {n: count for n, count in counts.items() if count}
 
     @property
     def accepted(self) -> int:
@@ -58,7 +78,7 @@ class DecodingMetrics:
 
     @property
     def slot_acceptance(self) -> float | None:
-        """``accepted / (gamma * rounds)``; None if nothing was drafted."""
+        """``accepted / drafted``; None if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
@@ -68,8 +88,12 @@ class DecodingMetrics:
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Share of rounds that kept the draft token at each position; mean = slot acceptance."""
-        return [accepted / self.rounds for accepted in self.accepted_per_position]
+        """Share of the draft tokens at each position that were kept, as far as any were drafted.
+
+        With one gamma for all rounds their mean is the slot acceptance.
+        """
+        pairs = zip(self.accepted_per_position, self.drafts, strict=True)
+        return [accepted / drafted for accepted, drafted in pairs if drafted]
 
     @property
     def tokens_per_second(self) -> float:
@@ -80,6 +104,7 @@ class DecodingMetrics:
         """Counts, times and rates as plain numbers that JSON can hold."""
         return asdict(self) | {
             "drafted": self.drafted,
+            "rounds_per_gamma": self.rounds_per_gamma,
             "accepted": self.accepted,
             "slot_acceptance": self.slot_acceptance,
             "tokens_per_round": self.tokens_per_round,
@@ -93,7 +118,7 @@ class DecodingMetrics:
         other = self.total_seconds - self.prefill_seconds
         other -= (self.draft_seconds or 0) + (self.verification_seconds or 0)
         lines = {
-            "gamma": f"{self.gamma} draft tokens a round",
+            "gamma": self._gamma_line(),
             "new tokens": f"{self.tokens} in {self.batch} row(s)",
             "rounds": f"{self.rounds} ({self.verifications} verifications of the batch)",
             "accepted": f"{self.accepted} of {self.drafted} draft tokens",
@@ -113,43 +138,62 @@ class DecodingMetrics:
         width = max(map(len, lines))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
+    def _gamma_line(self) -> str:
+        counts = self.rounds_per_gamma
+        line = f"{self.gamma} draft tokens a round"
+        if set(counts) - {self.gamma}:
+            shares = ", ".join(f"{n} in {count}" for n, count in counts.items())
+            line = f"{self.gamma}; draft tokens in rounds: {shares}"
+        if self.lookups:
+            line += f"; looked up for {self.lookups} verification(s)"
+        return line
+
 
 def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+class Clock:
+    """Moments on a device's clock, without waiting for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+
+    def now(self) -> Any:
+        """The moment at which the device has done what is queued now."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds between two moments, which must have passed."""
+        return start.elapsed_time(end) / 1000 if self.on_gpu else end - start
 
 
 class Stopwatch:
     """Seconds of each phase and in total, on the device's clock, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._clock = Clock(device)
         self._spans: dict[str, list[tuple[Any, Any]]] = {phase: [] for phase in PHASES}
-        self._start = self._now()
+        self._start = self._clock.now()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Count the time of the block for a phase, one of ``PHASES``."""
-        start = self._now()
+        start = self._clock.now()
         yield
-        self._spans[phase].append((start, self._now()))
+        self._spans[phase].append((start, self._clock.now()))
 
     def seconds(self) -> dict[str, float]:
         """``<phase>_seconds`` for every phase and ``total_seconds``; waits for the device."""
-        end = self._now()
-        if self._on_gpu:
+        end = self._clock.now()
+        if self._clock.on_gpu:
             end.synchronize()
         phases = {
-            f"{phase}_seconds": sum((self._between(*span) for span in spans), 0.0)
+            f"{phase}_seconds": sum((self._clock.between(*span) for span in spans), 0.0)
             for phase, spans in self._spans.items()
         }
-        return phases | {"total_seconds": self._between(self._start, end)}
-
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, start: Any, end: Any) -> float:
-        return start.elapsed_time(end) / 1000 if self._on_gpu else end - start
+        return phases | {"total_seconds": self._clock.between(self._start, end)}

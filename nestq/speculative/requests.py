@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     PrefixConstrainedLogitsProcessor,
@@ -15,15 +14,10 @@ from transformers import (
 
 from nestq import ops
 from nestq.argument_checks import check_int, first_in_training
-from nestq.kv_cache import NestedKVCache
-from nestq.kv_policy import KVPolicy
 from nestq.tensor import NestedQuantTensor
 
 MAX_GAMMA = 16
 MAX_SEED = 2**64 - 1
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-# What transformers calls the cache: the newer and the older name.
-CACHES = ("cache", "past_key_values")
 
 # Generation options that speculative decoding cannot honour: values that leave them off, and what
 # they ask for.
@@ -35,11 +29,9 @@ _OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "penalty_alpha": ((None, 0), "contrastive search"),
     "dola_layers": ((None,), "DoLa decoding"),
     "guidance_scale": ((None, 1), "classifier-free guidance"),
-    "prompt_lookup_num_tokens": ((None,), "prompt lookup; the model is its own draft"),
+    "prompt_lookup_num_tokens": ((None,), "transformers' prompt lookup; pass prompt_lookup=..."),
     "assistant_early_exit": ((None,), "an early-exit assistant; the model is its own draft"),
     "use_mtp": ((None, False), "multi-token prediction; the model is its own draft"),
-    "output_scores": ((None, False), "scores, which are not kept"),
-    "output_logits": ((None, False), "logits, which are not kept"),
     "output_attentions": ((None, False), "attention weights, which are not computed"),
     "output_hidden_states": ((None, False), "hidden states, which are not kept"),
     "token_healing": ((None, False), "token healing"),
@@ -51,20 +43,60 @@ _OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
 }
 
+# Lengths, and the least that each can be.
+_LENGTHS = {
+    "max_new_tokens": 1,
+    "max_length": 1,
+    "min_new_tokens": 0,
+    "min_length": 0,
+    "prefill_chunk_size": 1,
+    "num_return_sequences": 1,
+}
+
 # Keywords that transformers' generate takes or passes on, and speculative decoding does not.
 _KEYWORDS = {
     "assistant_model": "the model is its own draft",
     "custom_generate": "it is how nestq enters transformers' generate",
-    "inputs_embeds": "prompts are token ids",
     "negative_prompt_ids": "classifier-free guidance is not supported",
     "negative_prompt_attention_mask": "classifier-free guidance is not supported",
     "synced_gpus": "models spread over processes are not supported",
 }
 
 
-def check_gamma(gamma: int) -> None:
-    """Refuse what is no number of draft tokens."""
-    check_int("gamma", gamma, 0, MAX_GAMMA)
+def check_gamma(gamma: object) -> None:
+    """Refuse what is no number of draft tokens, nor ``"auto"``."""
+    if isinstance(gamma, str) and gamma != "auto":
+        raise ValueError(f"gamma must be an int from 0 to {MAX_GAMMA}, or 'auto', got {gamma!r}")
+    if gamma != "auto":
+        check_int("gamma", gamma, 0, MAX_GAMMA)
+
+
+def check_drafting(draft_stop: object, prompt_lookup: object) -> None:
+    """Refuse what is no probability (or None), and no number of tokens to look up."""
+    is_number = isinstance(draft_stop, int | float) and not isinstance(draft_stop, bool)
+    # Not NaN either, with which no comparison is true.
+    if draft_stop is not None and not (is_number and 0 <= draft_stop <= 1):  # type: ignore[operator]
+        raise ValueError(
+            f"draft_stop must be a probability from 0 to 1, or None, got {draft_stop!r}"
+        )
+    check_int("prompt_lookup", prompt_lookup, 0, MAX_GAMMA)
+
+
+def check_draft_stop(
+    draft_stop: float | None, gamma: object, prompt_lookup: int, do_sample: bool
+) -> None:
+    """Refuse to stop drafts early where that would bias samples.
+
+    How long a round takes then depends on random numbers of tokens that are not kept, which later
+    rounds use again; so may no choice depend on how long rounds take.
+    """
+    if draft_stop is not None and do_sample and (gamma == "auto" or prompt_lookup):
+        other = "gamma='auto'" if gamma == "auto" else f"prompt_lookup={prompt_lookup}"
+        raise ValueError(
+            f"draft_stop={draft_stop} with {other} is not supported in sampling: rounds would be "
+            "chosen by times that depend on the samples; give gamma as a number and no "
+            "prompt_lookup, or leave draft_stop out, or do_sample=False"
+        )
 
 
 def check_seed(seed: object, generator: object) -> None:
@@ -131,6 +163,21 @@ def check_model(model: PreTrainedModel) -> None:
             "model must have no soft cap on attention, and the config of "
             f"{_name(model)} has attn_logit_softcapping={softcap}"
         )
+    _check_devices(model)
+
+
+def _check_devices(model: PreTrainedModel) -> None:
+    """Refuse a model without numbers, or with parts on other devices."""
+    names: dict[torch.device, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        names.setdefault(tensor.device, name)
+    if len(names) > 1:
+        parts = ", ".join(f"{name} on {device}" for device, name in names.items())
+        raise ValueError(f"model must be on one device, got {parts}")
+    if model.device.type == "meta":
+        raise ValueError(
+            f"model must hold numbers, and {_name(model)} is on the meta device: load the weights"
+        )
 
 
 def check_options(option: Callable[[str], Any]) -> None:
@@ -139,17 +186,20 @@ def check_options(option: Callable[[str], Any]) -> None:
         value = option(name)
         if value not in off:
             raise ValueError(f"{name}={value!r} is not supported: it asks for {meaning}")
+    for name, least in _LENGTHS.items():
+        value = option(name)
+        if value is not None:
+            check_int(name, value, least)
     count = option("num_return_sequences")
-    if count is not None:
-        check_int("num_return_sequences", count, 1)
-        if count > 1 and not option("do_sample"):
-            raise ValueError(
-                f"num_return_sequences={count} is not supported without do_sample=True: it asks "
-                "for several sequences, and greedy decoding has one"
-            )
-    chunk = option("prefill_chunk_size")
-    if chunk is not None:
-        check_int("prefill_chunk_size", chunk, 1)
+    if count is not None and count > 1 and not option("do_sample"):
+        raise ValueError(
+            f"num_return_sequences={count} is not supported without do_sample=True: it asks for "
+            "several sequences, and greedy decoding has one"
+        )
+    seconds = option("max_time")
+    # Not NaN either, with which no comparison is true.
+    if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
+        raise ValueError(f"max_time must be a number of seconds >= 0, got {seconds!r}")
 
 
 def check_keywords(keywords: dict[str, Any]) -> None:
@@ -164,58 +214,35 @@ def check_keywords(keywords: dict[str, Any]) -> None:
             raise ValueError(f"{name} must be a list, got {type(value).__name__}")
 
 
-def check_inputs(model_kwargs: dict[str, Any]) -> None:
-    """Refuse inputs of the model other than token ids, their mask and positions."""
-    known = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHES)
-    unknown = [k for k, value in model_kwargs.items() if k not in known and value is not None]
-    if unknown:
-        raise ValueError(f"{unknown[0]} is not supported: the model is given token ids only")
-
-
-def check_cuda_graph(cuda_graph: bool | None, model: PreTrainedModel, waits: bool) -> bool:
+def check_cuda_graph(
+    cuda_graph: bool | None,
+    model: PreTrainedModel,
+    waits: bool,
+    draft_stop: float | None = None,
+    keeps_scores: bool = False,
+) -> bool:
     """Whether rounds are to be CUDA graphs; refused where they were asked for and cannot be.
 
     Args:
         cuda_graph: what was asked for.
         model: that decodes.
         waits: whether logits processors make the host wait for the device.
+        draft_stop: of the call.
+        keeps_scores: whether scores or logits are to be returned.
     """
     if cuda_graph not in (None, True, False):
         raise ValueError(f"cuda_graph must be True, False or None, got {cuda_graph!r}")
-    devices = {str(parameter.device) for parameter in model.parameters()}
     obstacles = {
-        f"the model is on {', '.join(sorted(devices))}": model.device.type != "cuda"
-        or len(devices) > 1,
+        f"the model is on {model.device}": model.device.type != "cuda",
         "logits processors run on the host": waits,
+        f"draft_stop={draft_stop} lets rounds end early": draft_stop is not None,
+        "output_scores and output_logits are kept round by round": keeps_scores,
         "the reference implementation is selected": ops.selected_implementation() == "reference",
     }
     obstacle = next((text for text, there in obstacles.items() if there), None)
     if cuda_graph and obstacle:
         raise ValueError(f"cuda_graph=True is not possible here: {obstacle}")
     return obstacle is None and cuda_graph is not False
-
-
-def check_prompts(model: PreTrainedModel, ids: Any, mask: Any) -> None:
-    """Refuse what are no token ids of the model ``[B, n]``, or no mask of theirs (or None)."""
-    if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS or ids.dim() != 2:
-        got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)
-        raise ValueError(f"input_ids must be an integer tensor [batch, tokens], got {got}")
-    if 0 in ids.shape:
-        raise ValueError(
-            f"input_ids must hold at least one token a row, got shape {tuple(ids.shape)}"
-        )
-    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
-        got = str(tuple(mask.shape)) if isinstance(mask, Tensor) else repr(mask)
-        raise ValueError(
-            f"attention_mask must have the shape of input_ids, {tuple(ids.shape)}, got {got}"
-        )
-    embedding: Any = model.get_input_embeddings()
-    vocabulary = len(embedding.weight)
-    low, high = torch.stack(ids.aminmax()).tolist()
-    if low < 0 or high >= vocabulary:
-        raise ValueError(
-            f"input_ids must be from 0 to {vocabulary - 1} for {_name(model)}, got {low} to {high}"
-        )
 
 
 def check_processors(processors: LogitsProcessorList, batch: int) -> None:
@@ -231,32 +258,6 @@ def check_processors(processors: LogitsProcessorList, batch: int) -> None:
                 f"prefix_allowed_tokens_fn needs batch size 1, got {batch}: rows differ in length, "
                 "and it would be asked about rows beyond their end"
             )
-
-
-def count_pads(tokens: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
-    """Left padding of each prompt, int64 ``[B, 1]``.
-
-    Args:
-        tokens: int64 ``[B, n]``, which :func:`check_prompts` let pass.
-        model_kwargs: what ``generate`` prepared for the forward pass.
-
-    Raises:
-        ValueError: a prompt is padded elsewhere, or positions do not follow from the mask.
-    """
-    mask = model_kwargs.get("attention_mask")
-    mask = torch.ones_like(tokens) if mask is None else mask.to(tokens.device)
-    mask = mask.bool()
-    if (mask[:, :-1] & ~mask[:, 1:]).any() or not mask[:, -1].all():
-        raise ValueError(
-            "attention_mask must be 0 on left padding and 1 elsewhere, with at least one token a "
-            "row: tokenize with padding_side='left'"
-        )
-    positions = model_kwargs.get("position_ids")
-    if positions is not None:
-        expected = mask.cumsum(1) - 1
-        if ((positions.to(tokens.device) != expected) & mask).any():
-            raise ValueError("position_ids must count the tokens after the padding from 0 on")
-    return (~mask).sum(1, keepdim=True)
 
 
 def check_context(config: PreTrainedConfig, longest: int) -> None:
@@ -296,30 +297,6 @@ def check_rotary(config: PreTrainedConfig, shortest: int, longest: int) -> None:
                 f"max_length is too large: the model's rotary embeddings (rope_type={name!r}) "
                 f"change at {limit} tokens, and rows may grow to {longest}, draft tokens included"
             )
-
-
-def check_cache(
-    cache: Any, policy: KVPolicy | None, batch: int, columns: int, device: torch.device
-) -> NestedKVCache:
-    """The user's cache; refused if it is of another kind, in use, or too small."""
-    if not isinstance(cache, NestedKVCache):
-        raise ValueError(f"cache must be a NestedKVCache, got {type(cache).__name__}")
-    size = len(cache.lengths), cache.get_max_length()
-    if size[0] != batch or size[1] < columns:
-        raise ValueError(
-            f"cache must have batch_size={batch} and max_length of at least {columns} (the maximum "
-            f"length of a sequence and the tokens of a round), got batch_size={size[0]} and "
-            f"max_length={size[1]}"
-        )
-    if cache.lengths.device != device:
-        raise ValueError(f"cache must be on the model's {device}, got {cache.lengths.device}")
-    if cache.lengths.any() or cache.get_seq_length():
-        raise ValueError("cache must be empty: call cache.reset(), and pass the whole prompt")
-    if policy not in (None, cache.policy):
-        raise ValueError(
-            f"kv must be left out or be that of the cache, {cache.policy}, got {policy}"
-        )
-    return cache
 
 
 def _name(model: PreTrainedModel) -> str:

@@ -8,13 +8,13 @@ keys and values of every known token but the last one, written by the target.
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nestq.kv_cache import NestedKVCache, cache_keyword
+from nestq.kv_cache import cache_keyword
+from nestq.kv_caches import KVCache
 from nestq.speculative.selection import Selection
 from nestq.speculative.state import DecodingState
 from nestq.view import View, nest_view
@@ -38,7 +38,7 @@ class NestedForward:
         self,
         model: PreTrainedModel,
         forward: Callable[..., Any],
-        cache: NestedKVCache,
+        cache: KVCache,
         pads: Tensor,
     ) -> None:
         self.forward = forward
@@ -60,12 +60,18 @@ class NestedForward:
         The cache gets their keys and values; padding, in columns below ``pads``, is not written.
         ``logits_to_keep`` is the number of columns, from the end, to compute logits of; 0 for all.
         """
+        return self.run(view, {"input_ids": tokens}, columns, logits_to_keep)
+
+    def run(
+        self, view: View, inputs: dict[str, Any], columns: Tensor, logits_to_keep: int = 0
+    ) -> Tensor:
+        """The same for inputs of any kind, by their names in the model's forward pass."""
         positions = columns - self.pads
         keywords = {"logits_to_keep": logits_to_keep} if self.can_skip_logits else {}
         with nest_view(view), self.cache.at(positions, self.context_length):
             # Rotary embeddings have no negative positions; what a pad computes is not used.
             outputs = self.forward(
-                input_ids=tokens,
+                **inputs,
                 position_ids=positions.clamp(min=0),
                 **self.keywords,
                 **keywords,
@@ -73,14 +79,16 @@ class NestedForward:
         return outputs.logits
 
 
-def prefill(model: NestedForward, tokens: Tensor, chunk: int) -> None:
-    """Write prompt tokens ``[B, n]``, from column 0 on, ``chunk`` columns a forward pass."""
-    columns = torch.arange(tokens.shape[1], device=tokens.device)
-    for start in range(0, tokens.shape[1], chunk):
-        piece = slice(start, start + chunk)
-        # A contiguous copy: strides of a slice vary with the length, and compiling depends on them.
-        model("target", tokens[:, piece].contiguous(), columns[piece], logits_to_keep=1)
-    model.cache.lengths.copy_(tokens.shape[1] - model.pads[:, 0])
+class Drafts(NamedTuple):
+    """What was drafted in a round.
+
+    Attributes:
+        columns: that have draft tokens of any row.
+        per_row: int64 ``[B, 1]``, draft tokens of each row; None if each has all columns.
+    """
+
+    columns: int
+    per_row: Tensor | None = None
 
 
 class Round:
@@ -120,12 +128,12 @@ class Round:
         self.model.context_length = context_length
         last = self.state.last()
         with self.watch("draft"):
-            self.draft(last)
+            drafts = self.draft(last)
         with self.watch("verification"):
-            tokens, accepted = self.verify(last)
-        self.state.keep(last, tokens, accepted)
+            tokens, accepted = self.verify(last, drafts)
+        self.state.keep(last, tokens, accepted, drafts.per_row)
 
-    def draft(self, last: Tensor) -> None:
+    def draft(self, last: Tensor) -> Drafts:
         """Write draft tokens into ``ids``, in the columns after ``last``.
 
         Keys and values that the draft writes are temporary: verification overwrites them.
@@ -134,10 +142,17 @@ class Round:
         for column in (last + step for step in range(self.gamma)):
             logits = self.model("draft", ids.gather(1, column), column)
             ids.scatter_(1, column + 1, self.selection.draft(logits, ids, column))
+        return Drafts(self.gamma)
 
-    def verify(self, last: Tensor) -> tuple[Tensor, Tensor]:
-        """The verifier's tokens after ``last`` and each draft token, and what is accepted."""
+    def verify(self, last: Tensor, drafts: Drafts | None = None) -> tuple[Tensor, Tensor]:
+        """The verifier's tokens after ``last`` and each draft token, and what is accepted.
+
+        Args:
+            last: int64 ``[B, 1]``, column of the last known token.
+            drafts: what was drafted; None for gamma tokens.
+        """
+        drafts = drafts or Drafts(self.gamma)
         ids = self.state.ids
-        columns = last + self.state.offsets - 1
+        columns = last + self.state.offsets[: drafts.columns + 1] - 1
         logits = self.model(self.verifier, ids.gather(1, columns), columns)
-        return self.selection.verify(logits, ids, last)
+        return self.selection.verify(logits, ids, last, drafts.per_row)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nestq.speculative.random_numbers import uniforms
 from nestq.speculative.scores import ProcessedScores
+from nestq.speculative.selection import UNDEFINED
 
 # What the numbers of a position are for.
 DRAFT, ACCEPT, RECOVER, BONUS = range(4)
@@ -25,7 +26,6 @@ PURPOSES = 4
 # Weights that are summed before their sums are.
 BLOCK = 256
 _LARGEST = 1 - 2.0**-53
-_NEVER = torch.iinfo(torch.int64).max
 
 
 def row_streams(
@@ -139,7 +139,9 @@ def recovery_weights(p: Tensor, q: Tensor) -> Tensor:
 class SampledSelection:
     """Tokens sampled from the target's distribution after transformers' logits processors.
 
-    Draft and target go through the same processors. Probabilities are float64.
+    Draft and target go through the same processors. Probabilities are float64. Draft tokens that do
+    not come from ``draft`` must not depend on random numbers of their own and later columns: their
+    distribution is a point mass.
 
     Args:
         scores: applies the processors.
@@ -152,14 +154,12 @@ class SampledSelection:
         self._table = table
         # Draft distributions of this round, [B, V] each.
         self._drafts: list[Tensor] = []
-        # The first column of each row whose token had no distribution to be sampled from.
-        self._undefined = torch.full((len(table),), _NEVER, device=table.device)
 
     def begin(self, other: "SampledSelection") -> None:
         """Start a call with what another selection of the same key was made for."""
         self.scores.begin(other.scores)
         self._table.copy_(other._table)
-        self._undefined.fill_(_NEVER)
+        self._drafts = []  # of a round that an error ended
 
     def draft(self, logits: Tensor, ids: Tensor, column: Tensor) -> Tensor:
         """A token ``[B, 1]`` sampled from the draft's distribution, which is kept."""
@@ -167,40 +167,55 @@ class SampledSelection:
         self._drafts.append(distribution)
         return sample(distribution, self._numbers(column + 1)[..., DRAFT])
 
-    def verify(self, logits: Tensor, ids: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    def draft_probability(
+        self, logits: Tensor, ids: Tensor, column: Tensor, token: Tensor
+    ) -> Tensor:
+        """The token's probability in the distribution that it was sampled from."""
+        return self._drafts[-1].gather(1, token)
+
+    def verify(
+        self, logits: Tensor, ids: Tensor, last: Tensor, drafts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Judge the draft tokens; then a recovered token, or a bonus token if all are accepted."""
         target = self._probabilities(logits, ids, last)
-        # Nothing is drafted behind the last draft token: a bonus token has an excess of all of p.
-        draft = torch.stack([*self._drafts, torch.zeros_like(target[:, 0])], 1)
-        gamma = len(self._drafts)
-        self._drafts = []
-        columns = last + torch.arange(1, gamma + 2, device=last.device)
+        gamma = target.shape[1] - 1
+        offsets = torch.arange(1, gamma + 2, device=last.device)
+        columns = last + offsets
         numbers = self._numbers(columns)
-
         drafted = ids.gather(1, columns[:, :-1])
+        draft = self._draft_distributions(target, drafted)
+        if drafts is not None:
+            draft = draft.masked_fill((offsets > drafts)[..., None], 0)
+
         p = target[:, :-1].gather(2, drafted[..., None])[..., 0]
         q = draft[:, :-1].gather(2, drafted[..., None])[..., 0]
-        accepted = is_accepted(p, q, numbers[:, :-1, ACCEPT]).cumprod(1).bool()
+        agreed = is_accepted(p, q, numbers[:, :-1, ACCEPT])
+        if drafts is not None:
+            agreed = agreed & (offsets[:-1] <= drafts)
+        accepted = agreed.cumprod(1).bool()
         end = accepted.sum(1, keepdim=True)
-        self._note_undefined(target, columns, end)
 
-        weights = recovery_weights(_at(target, end), _at(draft, end))
-        number = _at(numbers, end).gather(1, RECOVER + (end == gamma).long())
+        at_end = _at(target, end)
+        weights = recovery_weights(at_end, _at(draft, end))
+        is_bonus = end == (gamma if drafts is None else drafts)
+        number = _at(numbers, end).gather(1, RECOVER + is_bonus.long())
+        # A distribution is NaN everywhere or nowhere; no draft token is accepted where it is.
+        chosen = torch.where(at_end[:, :1].isnan(), UNDEFINED, sample(weights, number))
         tokens = torch.cat((drafted, torch.zeros_like(last)), 1)
-        return tokens.scatter(1, end, sample(weights, number)), accepted
+        return tokens.scatter(1, end, chosen), accepted
 
-    def check(self, last: Tensor) -> None:
-        """Refuse to have sampled from scores that are no distribution. It waits for the device.
+    def _draft_distributions(self, target: Tensor, drafted: Tensor) -> Tensor:
+        """float64 ``[B, gamma + 1, V]`` of the round, which are then forgotten.
 
-        Args:
-            last: int64 ``[B]`` on the CPU, the last column of each row's sequence.
+        Nothing is drafted behind the last draft token: a bonus token has an excess of all of p.
         """
-        broken = (self._undefined.cpu() <= last).nonzero().flatten().tolist()
-        if broken:
-            raise ValueError(
-                "tokens cannot be sampled: the scores of the model, after logits processors, hold "
-                f"NaN or +inf or leave no token in row(s) {', '.join(map(str, broken))}"
-            )
+        if not self._drafts:
+            point_masses = torch.zeros_like(target)
+            point_masses[:, :-1].scatter_(2, drafted[..., None], 1.0)
+            return point_masses
+        distributions = torch.stack([*self._drafts, torch.zeros_like(target[:, 0])], 1)
+        self._drafts = []
+        return distributions
 
     def _probabilities(self, logits: Tensor, ids: Tensor, last: Tensor) -> Tensor:
         """float64 ``[B, n, V]``."""
@@ -209,13 +224,6 @@ class SampledSelection:
     def _numbers(self, columns: Tensor) -> Tensor:
         """Random numbers ``[B, n, PURPOSES]`` of columns ``[B, n]``."""
         return self._table.gather(1, columns[..., None].expand(-1, -1, PURPOSES))
-
-    def _note_undefined(self, target: Tensor, columns: Tensor, end: Tensor) -> None:
-        """Note the first column that is used of this round, and has no distribution."""
-        # A distribution is NaN everywhere or nowhere.
-        used = torch.arange(columns.shape[1], device=columns.device) <= end
-        undefined = columns.masked_fill(~(target[..., 0].isnan() & used), _NEVER)
-        torch.minimum(self._undefined, undefined.amin(1), out=self._undefined)
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Scores that tokens are chosen by: logits after transformers' logits processors."""
 
 from collections.abc import Hashable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class ProcessedScores:
     Args:
         processors: in the order in which they are applied.
         device: of the logits.
+        hidden: columns of ids, from 0 on, that are no context: of a prompt of embeddings alone.
 
     Attributes:
         waits: whether the host waits for the device in between, so that no graph can be captured.
@@ -49,11 +51,14 @@ class ProcessedScores:
         key: what a captured graph depends on.
     """
 
-    def __init__(self, processors: LogitsProcessorList, device: torch.device) -> None:
+    def __init__(
+        self, processors: LogitsProcessorList, device: torch.device, hidden: int = 0
+    ) -> None:
         self.processors = processors
+        self._hidden = hidden
         known = (*_OF_SCORES_ALONE, RepetitionPenaltyLogitsProcessor)
         self.waits = not all(type(processor) in known for processor in processors)
-        self._starts = [_penalty_start(processor, device) for processor in processors]
+        self._starts = [_penalty_start(processor, device) + hidden for processor in processors]
         self.key: Hashable = None
         if not self.waits:
             constants = [_constants(processor) for processor in processors]
@@ -94,7 +99,7 @@ class ProcessedScores:
             offset = length - shortest
             here = (offset >= 0) & (offset < count)
             if here.any():
-                context: Any = ids[:, :length]
+                context: Any = ids[:, self._hidden : length]
                 scores = logits[rows, offset.clamp(0, count - 1)].float()
                 processed[rows[here], offset[here]] = self.processors(context, scores)[here]
         return processed
@@ -102,7 +107,11 @@ class ProcessedScores:
 
 def _constants(processor: LogitsProcessor) -> Hashable:
     """A processor's type and numbers."""
-    numbers = {n: v for n, v in vars(processor).items() if isinstance(v, int | float)}
+    numbers = {
+        name: float(value)
+        for name, value in vars(processor).items()
+        if isinstance(value, Real) or (isinstance(value, Tensor) and value.dim() == 0)
+    }
     numbers.pop("prompt_ignore_length", None)
     return type(processor), tuple(sorted(numbers.items()))
 

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from nestq.speculative.scores import ProcessedScores
 
+# In place of a token that cannot be chosen: no id, so that it is never taken for a choice.
+UNDEFINED = -2
+
 
 class Selection(Protocol):
     """Chooses draft tokens and judges them. One object serves one call."""
@@ -27,18 +30,31 @@ class Selection(Protocol):
             column: int64 ``[B, 1]``.
         """
 
-    def verify(self, logits: Tensor, ids: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    def draft_probability(
+        self, logits: Tensor, ids: Tensor, column: Tensor, token: Tensor
+    ) -> Tensor:
+        """The draft's probability of the token ``[B, 1]`` that it drafted last, float64 ``[B, 1]``.
+
+        Arguments are those that ``draft`` was given, and what it returned.
+        """
+
+    def verify(
+        self, logits: Tensor, ids: Tensor, last: Tensor, drafts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """What follows the columns ``last + 0 ... last + gamma``, and which drafts are accepted.
 
         Args:
             logits: ``[B, gamma + 1, V]``, the target's.
             ids: int64 ``[B, columns]``, with the draft tokens in the columns after ``last``.
             last: int64 ``[B, 1]``.
+            drafts: int64 ``[B, 1]``, draft tokens of each row, which ends behind them; None if each
+                has gamma.
 
         Returns:
             tokens int64 ``[B, gamma + 1]``: equal to the draft tokens as far as these are accepted,
-            then the recovered or bonus token; what is behind that is not used. accepted bool
-            ``[B, gamma]``: true up to the first draft token that is rejected.
+            then the recovered or bonus token, which is ``UNDEFINED`` where the scores allow no
+            choice; what is behind that is not used. accepted bool ``[B, gamma]``: true up to the
+            first draft token that is rejected.
         """
 
 
@@ -61,8 +77,24 @@ class GreedySelection:
         """The draft's most likely token ``[B, 1]``."""
         return self.scores(logits, ids, column).argmax(-1)
 
-    def verify(self, logits: Tensor, ids: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    def draft_probability(
+        self, logits: Tensor, ids: Tensor, column: Tensor, token: Tensor
+    ) -> Tensor:
+        """The probability that the draft's scores give the token."""
+        scores = self.scores(logits, ids, column)[:, 0].double()
+        return scores.softmax(-1).gather(1, token)
+
+    def verify(
+        self, logits: Tensor, ids: Tensor, last: Tensor, drafts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The target's most likely tokens; drafts are accepted as far as they are the same."""
-        tokens = self.scores(logits, ids, last).argmax(-1)
-        drafted = ids.gather(1, last + torch.arange(1, tokens.shape[1], device=ids.device))
-        return tokens, (drafted == tokens[:, :-1]).cumprod(1).bool()
+        scores = self.scores(logits, ids, last)
+        tokens = scores.argmax(-1, keepdim=True)
+        # NaN is the largest of all to argmax; where all are -inf, no token is left.
+        best = scores.gather(-1, tokens)
+        tokens = torch.where(best > -torch.inf, tokens, UNDEFINED)[..., 0]
+        offsets = torch.arange(1, tokens.shape[1], device=ids.device)
+        same = ids.gather(1, last + offsets) == tokens[:, :-1]
+        if drafts is not None:
+            same = same & (offsets <= drafts)
+        return tokens, same.cumprod(1).bool()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestq.kv_cache import NestedKVCache
+from nestq.kv_caches import KVCache
 
 # No token: what fills the list of end-of-sequence tokens.
 NO_TOKEN = -1
@@ -18,7 +18,7 @@ class DecodingState:
     Args:
         cache: of the call; its ``lengths`` say how many positions of each row are verified.
         columns: that ``ids`` can hold: the maximum length and the tokens of a round.
-        gamma: draft tokens a round.
+        gamma: draft tokens a round, at most.
         ends: end-of-sequence tokens there may be.
 
     Attributes:
@@ -29,12 +29,15 @@ class DecodingState:
         pad_token: int64 scalar, what fills the columns behind a sequence.
         eos: int64 ``[ends]``, end-of-sequence tokens, filled up with ``NO_TOKEN``.
         rounds: int64 scalar, rounds of unfinished rows so far.
-        accepted_per_position: int64 ``[gamma]``.
+        drafted_per_position: int64 ``[gamma]``, rounds of unfinished rows that drafted a token
+            there.
+        accepted_per_position: int64 ``[gamma]``, and how many of these tokens were accepted.
         report: int64 ``[B, gamma + 3]`` of the last round: tokens kept, whether the row is
-            finished, and the target's gamma + 1 tokens.
+            finished, and the target's gamma + 1 tokens. What a round with fewer draft tokens leaves
+            at the end is of no meaning.
     """
 
-    def __init__(self, cache: NestedKVCache, columns: int, gamma: int, ends: int) -> None:
+    def __init__(self, cache: KVCache, columns: int, gamma: int, ends: int) -> None:
         batch, device = len(cache.lengths), cache.lengths.device
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -48,6 +51,7 @@ class DecodingState:
         self.pad_token = zeros()
         self.eos = zeros(ends)
         self.rounds = zeros()
+        self.drafted_per_position = zeros(gamma)
         self.accepted_per_position = zeros(gamma)
         self.report = zeros(batch, gamma + 3)
         self.offsets = torch.arange(1, gamma + 2, device=device)
@@ -71,26 +75,37 @@ class DecodingState:
         self.pad_token.fill_(pad_token)
         padded = eos + [NO_TOKEN] * (len(self.eos) - len(eos))
         self.eos.copy_(torch.tensor(padded, dtype=torch.int64))
-        for tensor in (self.finished, self.rounds, self.accepted_per_position, self.cache.lengths):
+        for tensor in (self.finished, self.rounds, self.cache.lengths):
             tensor.zero_()
+        self.drafted_per_position.zero_()
+        self.accepted_per_position.zero_()
 
     def last(self) -> Tensor:
         """Column ``[B, 1]`` of the last known token of each row."""
         return self.cache.lengths[:, None] + self.pads
 
-    def keep(self, last: Tensor, tokens: Tensor, accepted: Tensor) -> None:
+    def keep(
+        self, last: Tensor, tokens: Tensor, accepted: Tensor, drafts: Tensor | None = None
+    ) -> None:
         """Add what a round gave: as many of its tokens as are accepted, and one more.
 
         A row ends at its first end-of-sequence token and at the maximum length.
 
         Args:
             last: int64 ``[B, 1]``, column of the last token before the round.
-            tokens: int64 ``[B, gamma + 1]``, the target's.
-            accepted: bool ``[B, gamma]``, draft tokens that are kept, up to the first that is not.
+            tokens: int64 ``[B, n + 1]`` for a round of n <= gamma draft tokens, the target's.
+            accepted: bool ``[B, n]``, draft tokens that are kept, up to the first that is not.
+            drafts: int64 ``[B, 1]``, draft tokens of each row; None if each has n.
         """
+        count = accepted.shape[1]
+        offsets = self.offsets[: count + 1]
         unfinished = ~self.finished
         accepted = accepted & unfinished[:, None]
-        self.accepted_per_position += accepted.sum(0)
+        drafted = unfinished[:, None].expand_as(accepted)
+        if drafts is not None:
+            drafted = drafted & (offsets[:-1] <= drafts)
+        self.drafted_per_position[:count] += drafted.sum(0)
+        self.accepted_per_position[:count] += accepted.sum(0)
         self.rounds += unfinished.sum()
 
         room = self.max_length - 1 - last[:, 0]
@@ -102,12 +117,14 @@ class DecodingState:
         has_eos = is_eos.any(1) & (kept == through_eos)
         self.finished |= has_eos | (kept == room)
 
-        behind = self.offsets > kept[:, None]
-        self.ids.scatter_(1, last + self.offsets, torch.where(behind, self.pad_token, tokens))
+        behind = offsets > kept[:, None]
+        # An undefined token is below 0; the host raises an error at it, once it gets to see it.
+        kept_tokens = torch.where(behind, self.pad_token, tokens.clamp(min=0))
+        self.ids.scatter_(1, last + offsets, kept_tokens)
         self.cache.lengths += kept
         self.report[:, 0] = kept
         self.report[:, 1] = self.finished
-        self.report[:, 2:] = tokens
+        self.report[:, 2 : count + 3] = tokens
 
     def end_row(self, row: int, column: int) -> None:
         """End a row at a column that it has reached, and forget what is behind it."""
@@ -132,7 +149,8 @@ class Reports:
         if self._report.device.type == "cpu":
             self._sent.append((self._report.clone(), None))
             return
-        copy = torch.empty(self._report.shape, dtype=torch.int64, pin_memory=True)
+        shape = self._report.shape
+        copy = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)
         copy.copy_(self._report, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

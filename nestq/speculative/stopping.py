@@ -16,17 +16,22 @@ class Stopping:
     (:meth:`nestq.speculative.state.DecodingState.keep`). Others are called as in one-by-one
     decoding: on the ids of one row, after each of its tokens, with ``scores=None``.
 
+    Args:
+        criteria: of the call.
+        hidden: columns, from 0 on, that they do not see: of a prompt of embeddings alone.
+
     Attributes:
         max_length: columns that a sequence may have, prompt and padding included.
         eos: end-of-sequence tokens.
         others: the criteria that the host must ask after each round.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, hidden: int = 0) -> None:
+        self._hidden = hidden
         lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
         if not lengths:
             raise ValueError("stopping_criteria must hold a MaxLengthCriteria, got none")
-        self.max_length = min(lengths)
+        self.max_length = min(lengths) + hidden
         eos = [torch.atleast_1d(c.eos_token_id) for c in criteria if type(c) is EosTokenCriteria]
         self.eos: list[int] = torch.cat(eos).tolist() if eos else []
         known = (MaxLengthCriteria, EosTokenCriteria)
@@ -46,6 +51,6 @@ class Stopping:
             last: column of its last known token.
         """
         for column in range(first, last + 1):
-            if self.others(ids[:, : column + 1], None):  # type: ignore[arg-type]
+            if self.others(ids[:, self._hidden : column + 1], None):  # type: ignore[arg-type]
                 return column
         return None

@@ -85,6 +85,9 @@ def test_generate_prints_the_text_and_the_metrics(
     assert "3 draft tokens a round" in metrics
     assert "new tokens        8 in 1 row(s)" in metrics
     assert answer("--gamma", "0")[0] == text
+    chosen, metrics = answer("--gamma", "auto")
+    assert chosen == text
+    assert "auto; draft tokens in rounds: " in metrics
     chat, _ = answer("--chat")
     assert "<|im_start|>" not in chat
 

@@ -36,6 +36,7 @@ WRONG = {
     "kv of eval": ("eval NESTED --reference DENSE --kv kv5/kv8", "got 'kv5/kv8'"),
     "gamma": ("generate NESTED hi --gamma 99", "0 to 16, got 99"),
     "gamma of eval": ("eval NESTED --reference DENSE --gamma 99", "0 to 16, got 99"),
+    "gamma that is none": ("generate NESTED hi --gamma automatic", "got 'automatic'"),
     "gamma below 0": ("generate NESTED hi --gamma -1", ">= 0, got '-1'"),
     "overlap": ("quantize DENSE --out OUT --calibration none --overlap 17", "16, got 17"),
     "group size": ("quantize DENSE --out OUT --group-size 48", "48"),
@@ -82,6 +83,7 @@ WRONG = {
         "seed must be an int from 0 to 18446744073709551615",
     ),
     "meta device": ("eval NESTED --reference DENSE --device meta", "'meta' cannot be used"),
+    "device of generate": ("generate NESTED hi --device meta", "'meta' cannot be used"),
     "json": ("eval NESTED --reference DENSE --json GONE/x.json", "GONE/x.json"),
 }
 
