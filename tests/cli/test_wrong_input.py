@@ -229,13 +229,13 @@ def test_brackets_and_colons_of_the_user_are_printed_as_they_are(
     dense: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    name = "out[v1] [/0] :smile:"
-    out = str(tmp_path / name)
+    monkeypatch.chdir(tmp_path)  # a long path could be broken anywhere
+    out = "out[v1] [/0] :smile:"
     assert cli.main(["quantize", dense, "--out", out, "--calibration", "none"]) == 0
     assert f"saved {out}\n" in capsys.readouterr().out
 
     assert cli.main(["inspect", out]) == 0
-    assert name in " ".join(capsys.readouterr().out.split()), "in a title of several lines"
+    assert out in " ".join(capsys.readouterr().out.split()), "in a title of several lines"
 
 
 def test_a_prompt_of_the_demo_is_printed_as_it_is(
