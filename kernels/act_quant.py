@@ -1,4 +1,4 @@
-"""Per-token INT8 quantization of activations, alone or fused with what comes just before it.
+"""Per-token INT8 or INT4 quantization of activations, alone or fused with what comes just before it.
 
 A program reads a whole token to know its scale, and writes the codes of a share of it in the tiles
 that ``dual_plane_linear`` reads, with the sums of codes that pay for the offset of composed weight
@@ -79,6 +79,8 @@ def act_quant_kernel(
     NORM: tl.constexpr,
     GATE: tl.constexpr,
     IN_ROWS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    CLIP: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     x += token * x_stride
@@ -101,7 +103,8 @@ def act_quant_kernel(
     for i in tl.static_range(CHUNKS):
         bits = _normed(values[i], weights[i], factor, NORM).to(tl.int32, bitcast=True)
         largest = tl.maximum(largest, bits & 0x7FFFFFFF)
-    step = tl.div_rn(tl.max(largest, axis=0).to(tl.float32, bitcast=True), 127.0)
+    reach = tl.max(largest, axis=0).to(tl.float32, bitcast=True) * CLIP
+    step = tl.div_rn(reach, LEVELS)
     inverse = tl.div_rn(1.0, tl.where(step > SMALLEST_SCALE, step, 1.0))
 
     width = blocks * 64
@@ -112,7 +115,7 @@ def act_quant_kernel(
             tl.store(total + token * size + own, value, mask=own < size)
         value = _normed(_activated(value, gate, GATE), weight, factor, NORM)
         rounded = round_half_even(value * inverse)
-        code = tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
+        code = tl.minimum(tl.maximum(rounded, -LEVELS), LEVELS).to(tl.int8)
         # Neighbours in fours stay neighbours: a word is stored at once.
         bytes_ = (code.to(tl.int32) & 0xFF).reshape(SHARE // 4, 4)
         word = tl.sum(bytes_ << (8 * tl.arange(0, 4))[None, :], axis=1)
@@ -145,6 +148,7 @@ def act_quant(
     eps: float = 0.0,
     gate: Tensor | None = None,
     in_rows: bool = False,
+    bits: int = 8,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantize tokens; optionally ``norm(x + residual)`` or ``silu(gate) * x``.
 
@@ -157,6 +161,7 @@ def act_quant(
         gate: ``[M, K]``, or None; not together with residual.
         in_rows: codes int8 ``[M, blocks * 64]`` as ``prefill_linear`` reads them (see its
             ``arrange_activation``), and nothing in sums.
+        bits: of the codes, 8 or 4; they take a byte each.
 
     Returns:
         codes int8 ``[ceil(M / 8), blocks, 512]``, blocks of 64 columns in whole groups; sums int32
@@ -164,6 +169,7 @@ def act_quant(
         scale float32 ``[ceil(M / 8) * 8]``; and ``x + residual``, which is x itself where there is
         none. Entries of tokens beyond M are not written.
     """
+    levels, share_of_largest = reference.ACTIVATION_LEVELS[bits]
     tokens, size = x.shape
     tiles = triton.cdiv(tokens, TILE_TOKENS)
     step_blocks = max(group_size // BLOCK, 1)
@@ -201,6 +207,8 @@ def act_quant(
         NORM=norm_weight is not None,
         GATE=gate is not None,
         IN_ROWS=in_rows,
+        LEVELS=float(levels),
+        CLIP=share_of_largest,
         num_warps=max(chunk // 512, 1),
         enable_fp_fusion=False,
     )

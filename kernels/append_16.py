@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nestq.kernels.arguments import check_programs
 from nestq.kernels.kv_vectors import check_memory
 from nestq.reference.dense_kv import check_append
 
@@ -77,6 +78,7 @@ def append_16(
     if keys.numel() == 0:
         return
     batch, heads, count, head_dim = keys.shape
+    check_programs("batch x heads", batch * heads)
     append_16_kernel[(triton.cdiv(count, TOKENS), batch * heads)](
         keys,
         values,

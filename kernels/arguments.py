@@ -6,6 +6,8 @@ from torch import Tensor
 from nestq.tensor_checks import GROUP_SIZES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+# Programs that CUDA launches along the second and the third dimension of a grid, at most.
+MAX_PROGRAMS = 65535
 
 
 def check_tensor(
@@ -25,6 +27,19 @@ def check_tensor(
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+
+
+def check_programs(what: str, count: int) -> None:
+    """Refuse more programs than a launch can have along its second or third dimension.
+
+    Args:
+        what: they are for, such as "batch x heads".
+        count: programs along that dimension.
+    """
+    if count > MAX_PROGRAMS:
+        raise ValueError(
+            f"{what} must be at most {MAX_PROGRAMS} in a call, got {count}: split the batch"
+        )
 
 
 def check_planes(

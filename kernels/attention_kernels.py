@@ -41,6 +41,22 @@ def _visible(
 
 
 @triton.jit
+def _hole(first_local, begin, sink):
+    """The first split behind the sink, and how many splits are in the hole that begins there."""
+    start = tl.maximum(begin, tl.cdiv(sink, SPLIT))
+    return start, tl.maximum(tl.maximum(first_local, 0) // SPLIT - start, 0)
+
+
+@triton.jit
+def _split(index, hole_start, hole, LOCAL: tl.constexpr):
+    """The split of an index that does not count those in the hole."""
+    if LOCAL:
+        return index + tl.where(index >= hole_start, hole, 0)
+    else:
+        return index
+
+
+@triton.jit
 def _load_scales(scale, key, limit, READ: tl.constexpr):
     """Scales of keys, or the keys where they have none."""
     if READ == DENSE:
@@ -75,12 +91,15 @@ def attention_kernel(
     score_factor,  # scaling * log2(e), / 16 for codes
     window,
     recent,
+    sink,
+    local,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,  # at least half of it
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,  # elements of a key that a thread loads at once
     READ: tl.constexpr,
     WINDOW: tl.constexpr,
+    LOCAL: tl.constexpr,
     UNIT: tl.constexpr,  # exponent of the step of values
     ALL_SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,  # load values before scores, and the next keys before values are used
@@ -111,6 +130,14 @@ def attention_kernel(
         positions + batch * count, row // group, inside, capacity, window, WINDOW
     )
     end = tl.cdiv(limit, SPLIT)
+    first_local = position - local + 1
+    hole_start = 0
+    hole = 0
+    if LOCAL:
+        # In whole splits, that no row sees.
+        first = tl.min(tl.where(position >= 0, first_local, capacity), axis=0)
+        hole_start, hole = _hole(first, begin, sink)
+        end -= hole
     first_fine = position - recent + 1
     fine_start = 0
     if READ == RECENT:
@@ -141,10 +168,12 @@ def attention_kernel(
     warp_key = tl.arange(0, WARPS)[:, None] * 8
     warp_key += (tl.arange(0, CHUNK) // 8 * 32 + tl.arange(0, CHUNK) % 8)[None, :]
     if AHEAD:
+        start = _split(begin, hole_start, hole, LOCAL) * SPLIT
         keys = load_keys(
-            key_base, key_refinement, begin * SPLIT, limit, fine_start, HALF, PADDED, VECTOR, READ
+            key_base, key_refinement, start, limit, fine_start, HALF, PADDED, VECTOR, READ
         )
-    for split in range(begin, end, step):
+    for index in range(begin, end, step):
+        split = _split(index, hole_start, hole, LOCAL)
         start = split * SPLIT
         key = start + warp_key
         key_scales = _load_scales(key_scale, key, limit, READ)
@@ -161,9 +190,13 @@ def attention_kernel(
             query_low, query_high, row_factor, keys, key_scales, key,
             position, first_key, first_fine, start >= fine_start, READ, WINDOW, ASM,
         )  # fmt: skip
+        if LOCAL:
+            near = (key < sink)[:, None, :] | (key[:, None, :] >= first_local[None, :, None])
+            scores = tl.where(near, scores, float("-inf"))
         if AHEAD:
+            next_start = _split(index + step, hole_start, hole, LOCAL) * SPLIT
             keys = load_keys(
-                key_base, key_refinement, start + step * SPLIT, limit, fine_start,
+                key_base, key_refinement, next_start, limit, fine_start,
                 HALF, PADDED, VECTOR, READ,
             )  # fmt: skip
         else:
@@ -194,13 +227,13 @@ def attention_kernel(
 
 @triton.jit
 def _load_splits(
-    sums, exponents, totals, peaks, part, first, end, column,
-    HEAD_DIM: tl.constexpr, COUNT: tl.constexpr,
+    sums, exponents, totals, peaks, part, first, end, column, hole_start, hole,
+    HEAD_DIM: tl.constexpr, COUNT: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
     """Sums, exponents, totals and peaks of some splits of a row, all loaded before any is used."""
     loaded = ()
     for i in tl.static_range(COUNT):
-        split = first + i + tl.arange(0, 1)
+        split = _split(first + i, hole_start, hole, LOCAL) + tl.arange(0, 1)
         here = part + split
         at = sums + here[:, None] * HEAD_DIM + column
         inside = split < end
@@ -229,11 +262,14 @@ def combine_kernel(
     count,
     splits,
     window,
+    sink,
+    local,
     HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
     UNROLL: tl.constexpr,
     WINDOW: tl.constexpr,
+    LOCAL: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     """Some columns of a row of the result from its splits, in order, as ``merge_splits`` adds them.
@@ -252,24 +288,31 @@ def combine_kernel(
     begin = 0
     if WINDOW:
         begin = tl.maximum(position - window + 1, 0) // SPLIT
+    hole_start = 0
+    hole = 0
+    if LOCAL:
+        hole_start, hole = _hole(position - local + 1, begin, sink)
     # Without a window nothing that is loaded waits for the position: what no one wrote is masked
     # afterwards.
     exponent = tl.load(exponents + part + every, mask=every < splits, other=EMPTY)
     peak = tl.load(peaks + part + every, mask=every < splits, other=EMPTY)
     loaded = _load_splits(
-        sums, exponents, totals, peaks, part, begin, splits, column, HEAD_DIM, UNROLL
-    )
+        sums, exponents, totals, peaks, part, begin, splits, column, hole_start, hole,
+        HEAD_DIM, UNROLL, LOCAL,
+    )  # fmt: skip
 
     end = tl.where(position < 0, 0, position // SPLIT + 1)
     seen = (every >= begin) & (every < end)
+    if LOCAL:
+        seen = seen & ((every < hole_start) | (every >= hole_start + hole))
+        end -= hole
     exponent = tl.max(tl.where(seen, exponent, EMPTY), axis=0)
     peak = tl.max(tl.where(seen, peak, EMPTY), axis=0)
     sum = tl.zeros((1, COLUMNS), tl.float32)
     total = tl.zeros((1,), tl.float32)
     for first in range(begin, end, UNROLL):
         for i in tl.static_range(UNROLL):
-            split = first + i + tl.arange(0, 1)
-            here = split < end
+            here = first + i + tl.arange(0, 1) < end
             sums_, exponent_, total_, peak_ = loaded[i]
             shift = tl.where(here, exponent_ - exponent, 0.0)[:, None]
             sum += scaled_down(tl.where(here[:, None], sums_, 0.0), shift)
@@ -277,8 +320,9 @@ def combine_kernel(
             total += scaled_down(tl.where(here, total_, 0.0), shift)
         if PADDED_SPLITS > UNROLL:
             loaded = _load_splits(
-                sums, exponents, totals, peaks, part, first + UNROLL, end, column, HEAD_DIM, UNROLL
-            )
+                sums, exponents, totals, peaks, part, first + UNROLL, splits, column, hole_start,
+                hole, HEAD_DIM, UNROLL, LOCAL,
+            )  # fmt: skip
     exponent = tl.zeros((1,), tl.float32) + exponent
     peak = tl.zeros((1,), tl.float32) + peak
     result = normalized(sum, exponent, peak, total, UNIT)

@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from nestq.kernels.arguments import check_programs
 from nestq.kernels.attention_quantspec_kernels import combine_quantspec_kernel, quantspec_kernel
 from nestq.kernels.attention_split import SPLIT
 from nestq.kernels.kv_codes import BASE, BOTH
@@ -105,6 +106,7 @@ def quantspec_attention(
     out = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
     if out.numel() == 0:
         return out
+    check_programs("batch x KV heads", batch * kv_heads)
     config = config or _default_config(query, key_base)
     group = heads // kv_heads
     rows = count * group

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nestq.kernels.arguments import check_programs
 from nestq.kernels.kv_vectors import (
     check_memory,
     load_halves,
@@ -82,6 +83,7 @@ def kv_append(
     check_memory({"states": states}, whole, states.device)
     if states.numel() == 0:
         return
+    check_programs("batch x heads", batch * heads)
     half = head_dim // 2
     columns = padded(half)
     tokens = tokens_a_program(batch * heads * count, columns)

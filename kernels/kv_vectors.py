@@ -46,6 +46,29 @@ def rotate_halves(low, high, cos, sin, inside, HALF: tl.constexpr, dtype: tl.con
 
 
 @triton.jit
+def transform_halves(low, high, HALF: tl.constexpr, STEPS: tl.constexpr, dtype: tl.constexpr):
+    """Vectors after ``nestq.reference.hadamard``, HALF a power of two, rounded to ``dtype``.
+
+    Columns behind HALF are zeros, and stay apart.
+    """
+    for step in tl.static_range(STEPS):
+        low, high = butterfly(low, 1 << step), butterfly(high, 1 << step)
+    scale: tl.constexpr = (2 * HALF) ** -0.5
+    first, second = (low + high) * scale, (low - high) * scale
+    return first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def butterfly(x, HALF: tl.constexpr):
+    """Sums and differences of ``[R, C]`` at columns that are HALF apart."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    first, second = tl.split(x.reshape(R, C // (2 * HALF), 2, HALF).permute(0, 1, 3, 2))
+    pairs = tl.join(first + second, first - second)
+    return pairs.permute(0, 1, 3, 2).reshape(R, C)
+
+
+@triton.jit
 def nested_codes(x, scale, safe):
     """Base and refinement codes of ``[TOKENS, HALF]`` in float32 (paper A.2)."""
     base = round_half_even(tl.div_rn(x, safe))

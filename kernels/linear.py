@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: ``nestq::dual_plane_linear`` and ``nestq::linear_16``."""
+"""Linear layers on a GPU: ``nestq::dual_plane_linear``, ``base_linear`` and ``linear_16``."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,14 @@ from torch import Tensor
 
 from nestq.kernels.act_quant import act_quant
 from nestq.kernels.arguments import FLOATS, check_planes
+from nestq.kernels.base_linear_16 import MAX_TOKENS as MAX_BASE_TOKENS
+from nestq.kernels.base_linear_16 import base_linear_16
 from nestq.kernels.dual_plane_linear import MAX_TOKENS, dual_plane_linear
 from nestq.kernels.linear_16 import MAX_TOKENS as MAX_DENSE_TOKENS
 from nestq.kernels.linear_16 import linear_16
 from nestq.kernels.prefill_linear import prefill_linear
 from nestq.reference import linear as reference
+from nestq.tile_layout import canonical_planes
 
 
 class TiledWeight(NamedTuple):
@@ -58,13 +61,65 @@ def linear(
         ValueError: an argument has another dtype, device or shape.
     """
     weight = checked_weight(x, base, refinement, scale, unit, bias, group_size, overlap)
+    return _integer_linear(x, weight, group_size, overlap, bits=8)
+
+
+def _integer_linear(
+    x: Tensor, weight: TiledWeight, group_size: int, overlap: int, bits: int
+) -> Tensor:
+    """Quantize activations to some bits, and multiply."""
     rows = as_rows(x)
     tokens = rows.shape[0]
     shape = *x.shape[:-1], weight.unit.shape[0]
     if tokens == 0:
         return x.new_empty(shape)
-    codes, sums, step, _ = act_quant(rows, group_size, in_rows=tokens > MAX_TOKENS)
+    codes, sums, step, _ = act_quant(rows, group_size, in_rows=tokens > MAX_TOKENS, bits=bits)
     return multiply(codes, sums, step, tokens, weight, group_size, overlap, x.dtype).view(shape)
+
+
+def base_linear(
+    x: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    unit: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    activation_bits: int,
+) -> Tensor:
+    """``x @ W.T + bias`` of a base plane; a row's bits do not depend on the other rows.
+
+    With 4 bits the kernels of :func:`linear` multiply INT4 activations, which have a byte each.
+    With 16 bits the weight is read once for each 16 tokens, and in float32, for which there is no
+    kernel, the reference computes on the plane in the order of files.
+
+    Args:
+        x: ``[..., K]`` float16, bfloat16 or float32.
+        base: as in :class:`TiledWeight`, and so are the next three.
+        scale: in units of their row.
+        unit: of each row.
+        bias: or None.
+        group_size: codes that share a scale.
+        activation_bits: 4 or 16.
+
+    Returns:
+        ``[..., N]`` in the dtype of x.
+
+    Raises:
+        ValueError: an argument has another dtype, device, shape or value.
+    """
+    weight = checked_weight(x, base, None, scale, unit, bias, group_size, overlap=1)
+    if activation_bits == 4:
+        return _integer_linear(x, weight, group_size, overlap=1, bits=4)
+    if activation_bits != 16:
+        raise ValueError(f"activation_bits must be 4 or 16, got {activation_bits}")
+    if x.dtype == torch.float32:
+        base, _, scale = canonical_planes(base, None, scale, weight.unit, group_size)
+        return reference.base_linear(x, base, scale, bias, group_size, activation_bits)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    arguments = weight.base, weight.scale, weight.unit, bias, group_size
+    parts = [base_linear_16(part, *arguments) for part in rows.split(MAX_BASE_TOKENS)]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.view(*x.shape[:-1], weight.unit.shape[0])
 
 
 def checked_weight(

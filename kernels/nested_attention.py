@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from nestq.kernels.arguments import check_programs
 from nestq.kernels.attention_kernels import attention_kernel, combine_kernel
 from nestq.kernels.attention_split import SPLIT
 from nestq.kernels.kv_codes import BASE, BOTH, DENSE, RECENT
@@ -57,6 +58,8 @@ def nested_attention(
     scaling: float,
     sliding_window: int,
     recent: int,
+    sink: int = 0,
+    local: int = 0,
     config: AttentionConfig | None = None,
 ) -> Tensor:
     """Softmax attention over a nested cache, as ``nestq.reference.attention`` defines it.
@@ -77,6 +80,9 @@ def nested_attention(
         sliding_window: keys that a query sees, itself included; 0 for all.
         recent: with a refinement, the query at p reads it only in the slots ``j > p - recent``;
             0 reads it in all slots.
+        sink: with ``local``, keys at the beginning that a query sees nevertheless.
+        local: keys that a query sees, itself included, besides the sink; 0 for all. Splits that
+            no query sees are not read.
         config: how the work is divided; None for what suits the shapes.
 
     Returns:
@@ -109,6 +115,8 @@ def nested_attention(
         scaling / 16,
         sliding_window,
         recent,
+        sink,
+        local,
         config,
         (BASE if key_refinement is None else RECENT if recent > 0 else BOTH).value,
     )
@@ -121,6 +129,8 @@ def attention_16(
     values: Tensor,
     scaling: float,
     sliding_window: int,
+    sink: int = 0,
+    local: int = 0,
     config: AttentionConfig | None = None,
 ) -> Tensor:
     """The same attention over 16-bit keys and values, to compare with.
@@ -132,6 +142,9 @@ def attention_16(
         values: the same.
         scaling: factor of the scores.
         sliding_window: keys that a query sees, itself included; 0 for all.
+        sink: with ``local``, keys at the beginning that a query sees nevertheless.
+        local: keys that a query sees, itself included, besides the sink; 0 for all. Splits that
+            no query sees are not read.
         config: how the work is divided; None for what suits the shapes.
 
     Returns:
@@ -157,6 +170,8 @@ def attention_16(
         scaling,
         sliding_window,
         0,
+        sink,
+        local,
         config,
         DENSE.value,
     )
@@ -202,7 +217,7 @@ def _check(
             raise ValueError(f"{other} must be contiguous, got strides {tensor.stride()}")
 
 
-def _default_config(query: Tensor, kv_heads: int, splits: int) -> AttentionConfig:
+def _default_config(query: Tensor, kv_heads: int, splits: int, read_splits: int) -> AttentionConfig:
     """Tiles that waste few rows, and as many programs as the GPU holds at a time."""
     batch, heads, count, head_dim = query.shape
     rows = count * (heads // kv_heads)
@@ -216,10 +231,10 @@ def _default_config(query: Tensor, kv_heads: int, splits: int) -> AttentionConfi
         multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
     tiles = batch * kv_heads * triton.cdiv(rows, tile)
     # One more program than are held at a time would take as long again.
-    programs = max(min(splits, RESIDENT * multiprocessors // tiles), 1)
+    programs = max(min(read_splits, RESIDENT * multiprocessors // tiles), 1)
     more = max(FEW_ROWS_RESIDENT * multiprocessors // tiles, 1)
-    if tile <= FEW_ROWS and splits <= FEW_SPLITS * more:
-        programs = min(splits, more)
+    if tile <= FEW_ROWS and read_splits <= FEW_SPLITS * more:
+        programs = min(read_splits, more)
     return AttentionConfig(tile, programs)
 
 
@@ -238,6 +253,8 @@ def _attend(
     scaling: float,
     sliding_window: int,
     recent: int,
+    sink: int,
+    local: int,
     config: AttentionConfig | None,
     read: int,
 ) -> Tensor:
@@ -248,8 +265,12 @@ def _attend(
     out = torch.empty(shape, dtype=query.dtype, device=query.device)
     if out.numel() == 0:
         return out.transpose(1, 2)
-    splits = triton.cdiv(capacity, SPLIT.value)
-    config = config or _default_config(query, kv_heads, splits)
+    check_programs("batch x KV heads", batch * kv_heads)
+    splits = read_splits = triton.cdiv(capacity, SPLIT.value)
+    if local > 0:
+        most = triton.cdiv(sink, SPLIT.value) + triton.cdiv(local + count - 1, SPLIT.value) + 1
+        read_splits = min(splits, most)
+    config = config or _default_config(query, kv_heads, splits, read_splits)
     group = heads // kv_heads
     rows = count * group
     all_splits = config.programs == 0
@@ -261,7 +282,7 @@ def _attend(
     vector = 16 if padded >= 64 and half % 16 == 0 and read != DENSE.value else 8
     unit = 0 if read == DENSE.value else -4
     sizes = (kv_heads, group, capacity, count, splits)
-    ahead = _loads_ahead(config, splits, padded, read)
+    ahead = _loads_ahead(config, read_splits, padded, read)
     narrow = config.rows <= FEW_ROWS and config.programs > 0 and read != DENSE.value and not ahead
     attention_kernel[(triton.cdiv(rows, config.rows), batch * kv_heads, max(config.programs, 1))](
         query,
@@ -276,12 +297,15 @@ def _attend(
         scaling * math.log2(math.e),
         sliding_window,
         recent,
+        sink,
+        local,
         HEAD_DIM=head_dim,
         PADDED=padded,
         ROWS=config.rows,
         VECTOR=vector,
         READ=read,
         WINDOW=sliding_window > 0,
+        LOCAL=local > 0,
         UNIT=unit,
         ALL_SPLITS=all_splits,
         AHEAD=ahead,
@@ -300,11 +324,14 @@ def _attend(
         out,
         *sizes,
         sliding_window,
+        sink,
+        local,
         HEAD_DIM=head_dim,
         COLUMNS=COMBINED_COLUMNS,
         PADDED_SPLITS=triton.next_power_of_2(splits),
         UNROLL=min(triton.next_power_of_2(splits), 16),
         WINDOW=sliding_window > 0,
+        LOCAL=local > 0,
         UNIT=unit,
         num_warps=1,
         num_stages=1,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nestq.kernels.arguments import check_programs
 from nestq.kernels.kv_vectors import check_memory, load_halves, nested_codes, nibbles
 from nestq.reference.kv_quantspec import check_key_planes, check_value_planes
 from nestq.reference.quantspec import check_append
@@ -254,6 +255,7 @@ def quantspec_append(
         raise ValueError(f"keys must have a head size of at most {MAX_HEAD_DIM}, got {head_dim}")
     if keys.numel() == 0:
         return
+    check_programs("batch x heads", batch * heads)
     half = head_dim // 2
     parts = triton.cdiv(half, KEY_COLUMNS) + GROUP.value // VALUE_TOKENS
     programs = triton.cdiv(count, TOKENS) + triton.cdiv(count, GROUP.value) * parts

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nestq.kernels.arguments import check_programs
 from nestq.kernels.kv_vectors import (
     check_memory,
     load_halves,
@@ -16,7 +17,9 @@ from nestq.kernels.kv_vectors import (
     padded,
     rotate_halves,
     tokens_a_program,
+    transform_halves,
 )
+from nestq.reference.hadamard import hadamard_block
 from nestq.reference.rotary import check_rotate_append
 
 
@@ -53,6 +56,7 @@ def rotate_append_kernel(
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
+    STEPS: tl.constexpr,  # of a transform, inside a half; None for no transform
 ):
     dtype: tl.constexpr = query.dtype.element_ty
     head = tl.program_id(1).to(tl.int64)
@@ -66,6 +70,8 @@ def rotate_append_kernel(
         at = batch * query_batch_stride + head * query_head_stride + row * query_stride
         low, high = load_halves(query + at[:, None] + column, inside, HALF)
         low, high = rotate_halves(low, high, cos + angle, sin + angle, inside, HALF, dtype)
+        if STEPS is not None:
+            low, high = transform_halves(low, high, HALF, STEPS, dtype)
         at = ((batch * query_heads + head) * count + row) * (2 * HALF)
         target = out + at[:, None] + column
         tl.store(target, low.to(dtype), mask=inside)
@@ -78,6 +84,8 @@ def rotate_append_kernel(
             at = batch * key_batch_stride + head * key_head_stride + row * key_stride
             low, high = load_halves(key + at[:, None] + column, inside, HALF)
             low, high = rotate_halves(low, high, cos + angle, sin + angle, inside, HALF, dtype)
+            if STEPS is not None:
+                low, high = transform_halves(low, high, HALF, STEPS, dtype)
             entry = (batch * heads + head) * capacity + slot
             nest_halves(low, high, key_base, key_refinement, key_scale, entry, real, column, HALF)
         else:
@@ -103,6 +111,7 @@ def rotate_append(
     value_base: Tensor,
     value_refinement: Tensor,
     value_scale: Tensor,
+    transform: bool = False,
 ) -> Tensor:
     """Rotate queries and keys, and write rotated keys and values into the cache, in place.
 
@@ -121,9 +130,11 @@ def rotate_append(
         value_base: as of keys.
         value_refinement: as of keys.
         value_scale: as of keys.
+        transform: whether rotated queries and keys are then transformed as by ``hadamard``; of a
+            head size that is a power of two.
 
     Returns:
-        The rotated queries, contiguous ``[B, H, n, D]``.
+        The rotated queries, transformed if keys are, contiguous ``[B, H, n, D]``.
 
     Raises:
         ValueError: a dtype, device, shape or stride does not fit.
@@ -137,6 +148,11 @@ def rotate_append(
     whole |= {"value base": value_base, "value refinement": value_refinement}
     whole |= {"value scale": value_scale}
     check_memory(vectors, whole, query.device)
+    if transform and hadamard_block(query.shape[3]) != query.shape[3]:
+        raise ValueError(
+            "transform must be False for a head size that is no power of two, "
+            f"got D = {query.shape[3]}"
+        )
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -144,9 +160,11 @@ def rotate_append(
     heads = key.shape[1]
     if count == 0 or batch == 0:
         return out
+    all_heads = query_heads + 2 * heads
+    check_programs("heads of queries, keys and values", all_heads)
+    check_programs("batch", batch)
     half = head_dim // 2
     columns = padded(half)
-    all_heads = query_heads + 2 * heads
     tokens = tokens_a_program(batch * all_heads * count, columns)
     rotate_append_kernel[(triton.cdiv(count, tokens), all_heads, batch)](
         query,
@@ -170,6 +188,7 @@ def rotate_append(
         HALF=half,
         PADDED=columns,
         TOKENS=tokens,
+        STEPS=half.bit_length() - 1 if transform else None,
         num_warps=1,
         enable_fp_fusion=False,
     )

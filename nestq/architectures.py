@@ -6,7 +6,7 @@ This file alone knows module names. Everything else asks `describe` and works wi
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
@@ -16,6 +16,7 @@ FINAL_NORM = "model.norm"
 HEAD = "lm_head"
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+SublayerKind = Literal["attention", "mlp"]
 
 
 class UnsupportedArchitectureError(ValueError):
@@ -26,7 +27,8 @@ class UnsupportedArchitectureError(ValueError):
 class Family:
     """Module names inside one decoder layer, relative to the layer.
 
-    The layer computes `h = x + attention(attention_norm(x))`, then `h + mlp(mlp_norm(h))`.
+    The layer computes `h = x + attention(attention_norm(x))`, then `h + mlp(mlp_norm(h))`. A family
+    that has norms behind these sublayers, too, adds what they make of the outputs.
 
     Attributes:
         attention_inputs: linears that read the output of `attention_norm`. The value rows are the
@@ -36,6 +38,8 @@ class Family:
         mlp_output: linear that writes the residual stream.
         attention_norm: norm in front of `attention_inputs`; it multiplies by its weight.
         mlp_norm: norm in front of `mlp_inputs`; it multiplies by its weight.
+        attention_post_norm: norm behind attention; None if there is none.
+        mlp_post_norm: norm behind the MLP; None if there is none.
         residual_obstacle: why the residual stream cannot be rotated exactly; None if it can.
     """
 
@@ -45,7 +49,19 @@ class Family:
     mlp_output: str
     attention_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
+    attention_post_norm: str | None = None
+    mlp_post_norm: str | None = None
     residual_obstacle: str | None = None
+
+    @property
+    def norms(self) -> dict[SublayerKind, tuple[str, ...]]:
+        """Names of the norms in front of a sublayer and behind it."""
+        attention = self.attention_norm, self.attention_post_norm
+        mlp = self.mlp_norm, self.mlp_post_norm
+        return {
+            "attention": tuple(name for name in attention if name is not None),
+            "mlp": tuple(name for name in mlp if name is not None),
+        }
 
 
 _LLAMA = Family(
@@ -66,6 +82,8 @@ _GEMMA2 = Family(
     mlp_inputs=_LLAMA.mlp_inputs,
     mlp_output=_LLAMA.mlp_output,
     mlp_norm="pre_feedforward_layernorm",
+    attention_post_norm="post_attention_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
     residual_obstacle=(
         "its norms after attention and after the MLP scale single channels of what is added to "
         "the residual stream, and that does not commute with a rotation of the channels"
@@ -165,6 +183,16 @@ class Architecture:
         """The norm `name` (relative to the layer) of decoder layer `index`."""
         return self.layers[index].get_submodule(name)
 
+    def sublayer(self, index: int, kind: SublayerKind) -> nn.Module:
+        """The attention or the MLP of decoder layer `index`, without its norms."""
+        family = self.family
+        linear = family.attention_output if kind == "attention" else family.mlp_output
+        return self.layers[index].get_submodule(linear.rpartition(".")[0])
+
+    def sublayer_norms(self, index: int, kind: SublayerKind) -> list[nn.Module]:
+        """The norms in front of a sublayer of decoder layer `index` and behind it."""
+        return [self.norm(index, name) for name in self.family.norms[kind]]
+
     def named_linears(self) -> Iterator[tuple[str, nn.Linear]]:
         """Every linear of every decoder layer with its name in the model; the head is not one."""
         for index in range(len(self.layers)):
@@ -253,7 +281,8 @@ def _structure_problems(model: nn.Module, family: Family) -> list[str]:
         family.mlp_output,
     )
     in_layer: dict[str, type[nn.Module]] = dict.fromkeys(linears, nn.Linear)
-    in_layer |= dict.fromkeys((family.attention_norm, family.mlp_norm), nn.Module)
+    for norms in family.norms.values():
+        in_layer |= dict.fromkeys(norms, nn.Module)
     for index, layer in enumerate(model.get_submodule(LAYERS).children()):
         problems = _module_problems(layer, f"{LAYERS}.{index}.", in_layer)
         if problems:

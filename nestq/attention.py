@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from nestq.dense_kv_cache import DenseStates
 from nestq.kv_cache import NestedStates
 from nestq.quantspec_kv_cache import QuantSpecStates
+from nestq.snapkv_cache import PromptKeys
 
 IMPLEMENTATION = "nestq"
 # Arguments with which some models change the scores.
@@ -22,7 +23,7 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 def nested_attention_forward(
     module: torch.nn.Module,
     query: Tensor,
-    key: NestedStates | DenseStates | QuantSpecStates,
+    key: NestedStates | DenseStates | QuantSpecStates | PromptKeys,
     value: Any,
     attention_mask: Tensor | None,
     scaling: float | None = None,
@@ -51,6 +52,8 @@ def nested_attention_forward(
         ValueError: there is a mask.
         NotImplementedError: the model asks for dropout, capped scores, sinks or a bias.
     """
+    prompt = key if isinstance(key, PromptKeys) else None
+    key = key.keys if isinstance(key, PromptKeys) else key
     if not isinstance(key, NestedStates | DenseStates | QuantSpecStates):
         raise TypeError(
             "the attention implementation 'nestq' reads a NestedKVCache inside "
@@ -65,9 +68,13 @@ def nested_attention_forward(
         raise NotImplementedError(f"'nestq' attention does not implement {unsupported}")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window or 0
+    if isinstance(key, NestedStates) and key.rotated:
+        query = torch.ops.nestq.hadamard(query)
+    if prompt is not None:
+        prompt.keep(query, scaling)
     if isinstance(key, DenseStates):
         out = torch.ops.nestq.attention_16(
-            query, key.positions, key.cached, value.cached, scaling, window
+            query, key.positions, key.cached, value.cached, scaling, window, *key.read.reach
         )
         return out.transpose(1, 2), None
     if isinstance(key, QuantSpecStates):
@@ -94,7 +101,8 @@ def nested_attention_forward(
         value.scale,
         scaling,
         window,
-        key.recent,
+        key.read.recent,
+        *key.read.reach,
     )
     return out.transpose(1, 2), None
 

@@ -213,17 +213,19 @@ def _to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def fake_quantize(x: Tensor) -> Tensor:
-    """``x`` rounded to what INT8 activations can hold, in its own dtype."""
-    codes, scale = quantize_activation(x)
+def fake_quantize(x: Tensor, bits: int = 8) -> Tensor:
+    """``x`` rounded to what activations of 4 or 8 bits can hold, in its own dtype; 16 leave it."""
+    if bits == 16:
+        return x
+    codes, scale = quantize_activation(x, bits)
     return (codes * scale).to(x.dtype)
 
 
 @contextmanager
-def int8_inputs(linears: Sequence[nn.Linear]) -> Iterator[None]:
-    """Round the inputs of dense linears to INT8, as nested ones do."""
+def rounded_inputs(linears: Sequence[nn.Linear], bits: int = 8) -> Iterator[None]:
+    """Round the inputs of dense linears, as quantized ones do."""
     hooks = [
-        linear.register_forward_pre_hook(lambda _, args: (fake_quantize(args[0]), *args[1:]))
+        linear.register_forward_pre_hook(lambda _, args: (fake_quantize(args[0], bits), *args[1:]))
         for linear in linears
     ]
     try:
@@ -251,18 +253,20 @@ def sweep_layers(
     with_head: bool,
     description: str,
     progress: bool = True,
+    activation_bits: int = 8,
 ) -> None:
     """Show ``process`` every group of linears with its Hessian, first layer to head.
 
     The inputs that a layer is observed with come out of the layers before it as ``process`` left
-    them: each layer is calibrated on what it will really see. Weights return to where they were.
+    them: each layer is calibrated on what it will really see, with activations of 4, 8 or 16
+    bits. Weights return to where they were.
     """
     device = inputs.device
     layers = tqdm(architecture.layers, desc=description, unit="layer", disable=not progress)
     for index, layer in enumerate(layers):
         linears = [architecture.linear(index, name) for name in architecture.linear_names]
         with moved(layer, device):
-            hessians = _observe_layer(architecture, index, inputs)
+            hessians = _observe_layer(architecture, index, inputs, activation_bits)
             replaced: dict[nn.Linear, Tensor] = {}
             for group, hessian in zip(architecture.linear_groups, hessians, strict=True):
                 names = [f"{architecture.layer_name(index)}.{name}" for name in group]
@@ -270,13 +274,13 @@ def sweep_layers(
                 weights = process(names, modules, hessian.mean(names[0]))
                 if weights:
                     replaced |= dict(zip(modules, weights, strict=True))
-            with int8_inputs(linears), _computing_with(replaced):
+            with rounded_inputs(linears, activation_bits), _computing_with(replaced):
                 inputs.hidden = inputs.run(layer, index)
     if with_head:
         hessian = Hessian(architecture.head.in_features, device)
         with moved(architecture.final_norm, device) as norm:
             for hidden in inputs.hidden:
-                hessian.add(fake_quantize(norm(hidden)))
+                hessian.add(fake_quantize(norm(hidden), activation_bits))
         process([HEAD], [architecture.head], hessian.mean(HEAD))
 
 
@@ -290,12 +294,14 @@ def moved(module: nn.Module, device: torch.device) -> Iterator[nn.Module]:
         module.to(home)
 
 
-def _observe_layer(architecture: Architecture, index: int, inputs: LayerInputs) -> list[Hessian]:
+def _observe_layer(
+    architecture: Architecture, index: int, inputs: LayerInputs, activation_bits: int
+) -> list[Hessian]:
     """One Hessian for each group of linears; all linears of a group read one input."""
     linears = [architecture.linear(index, name) for name in architecture.linear_names]
     firsts = [architecture.linear(index, group[0]) for group in architecture.linear_groups]
     hessians = [Hessian(first.in_features, inputs.device) for first in firsts]
-    with int8_inputs(linears), ExitStack() as observers:
+    with rounded_inputs(linears, activation_bits), ExitStack() as observers:
         for first, hessian in zip(firsts, hessians, strict=True):
             observers.enter_context(_observed(first, hessian))
         inputs.run(architecture.layers[index], index)

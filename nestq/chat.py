@@ -7,8 +7,9 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from nestq.kv_cache import NestedKVCache, cache_keyword
-from nestq.kv_policy import KVPolicy
+from nestq.kv_cache import cache_keyword
+from nestq.kv_caches import can_continue, new_cache
+from nestq.kv_policy import KVPolicy, default_policy
 from nestq.speculative import DecodingMetrics, speculative_generate
 from nestq.speculative.requests import MAX_GAMMA
 
@@ -39,7 +40,7 @@ class Conversation:
     Args:
         model: nested, on the CPU or one GPU.
         tokenizer: with a chat template.
-        kv: what drafts read of the cache.
+        kv: what is cached and what drafts read of it; None for what the model asks for.
         max_new_tokens: of an answer.
         **options: of ``speculative_generate``.
     """
@@ -48,17 +49,17 @@ class Conversation:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        kv: str,
+        kv: str | None,
         max_new_tokens: int,
         **options: Any,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.messages: list[dict[str, str]] = []
-        self._policy = KVPolicy.parse(kv)
+        self._policy = default_policy(model) if kv is None else KVPolicy.parse(kv)
         self._max_new_tokens = max_new_tokens
         self._options = options
-        self._cache: NestedKVCache | None = None
+        self._cache: Any = None
         # Tokens whose first ``cache.lengths`` are in the cache.
         self._known: list[int] = []
 
@@ -117,13 +118,12 @@ class Conversation:
 
     def _cache_for(self, prompt: list[int], new_tokens: int) -> dict[str, Any]:
         """The cache as an argument, rolled back to where the prompt parts from what it has."""
-        if self._policy.kind == "quantspec":
+        if not can_continue(self._policy):
             return {}  # it cannot be continued
         needed = len(prompt) + new_tokens + MAX_GAMMA + 1
         if self._cache is None:
-            self._cache = NestedKVCache(
-                self.model.config, needed, device=self.model.device, policy=self._policy
-            )
+            kind = self.model.device, self.model.dtype
+            self._cache = new_cache(self._policy, self.model.config, needed, 1, *kind)
         elif needed > self._cache.get_max_length():
             # With room to spare, so that it does not grow at every turn.
             self._cache.grow(needed * 3 // 2)

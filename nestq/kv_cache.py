@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from nestq import ops as _ops  # noqa: F401 (registers the operators)
 from nestq.kv_policy import WHOLE, KVPolicy, KVRead
 from nestq.reference.kv import SCALE_DTYPE, dequantize_kv
+from nestq.sparse_reads import SnapKV
 from nestq.view import current_view
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -29,14 +30,17 @@ class NestedStates:
         refinement: the same, or None where only the base is read.
         scale: float32 ``[B, H_kv, S]``.
         positions: int64 ``[B, n]``, of the queries of this pass.
-        recent: as in ``nestq::nested_attention``.
+        read: what is read.
+        rotated: of keys, whether they are stored as ``nestq::hadamard`` of them: queries are to be
+            transformed, too.
     """
 
     base: Tensor
     refinement: Tensor | None
     scale: Tensor
     positions: Tensor
-    recent: int
+    read: KVRead
+    rotated: bool = False
 
     @property
     def shape(self) -> NoReturn:
@@ -68,10 +72,10 @@ class KVPlanes:
         """Quantize states ``[B, H_kv, n, D]`` and write them at positions ``[B, n]``."""
         torch.ops.nestq.kv_append(states, positions, *self._planes())
 
-    def states(self, read: KVRead, positions: Tensor) -> NestedStates:
+    def states(self, read: KVRead, positions: Tensor, rotated: bool = False) -> NestedStates:
         """What ``nestq::nested_attention`` reads for queries at positions ``[B, n]``."""
         refinement = self.refinement if read.refinement else None
-        return NestedStates(self.base, refinement, self.scale, positions, read.recent)
+        return NestedStates(self.base, refinement, self.scale, positions, read, rotated)
 
     def dense(self, read: KVRead, length: int, dtype: torch.dtype) -> Tensor:
         """The first ``length`` slots, dequantized: ``[B, H_kv, length, D]``.
@@ -119,8 +123,10 @@ class NestedKVLayer(CacheLayerMixin):
         head_dim: int,
         policy: KVPolicy,
         device: Any = None,
+        rotate_keys: bool = False,
     ) -> None:
         super().__init__()
+        self.rotate_keys = rotate_keys
         self.key_planes = KVPlanes(batch_size, heads, capacity, head_dim, device)
         self.value_planes = KVPlanes(batch_size, heads, capacity, head_dim, device)
         self.capacity = capacity
@@ -163,12 +169,27 @@ class NestedKVLayer(CacheLayerMixin):
                 "construct NestedKVCache with a larger max_length"
             )
         positions = torch.arange(self.length, length, device=key_states.device).expand(batch, -1)
-        self.key_planes.append(key_states, positions)
+        self.key_planes.append(self.stored(key_states), positions)
         self.value_planes.append(value_states, positions)
         self.length = length
         read = self.policy.read(current_view(), length)
-        keys = self.key_planes.dense(read, length, key_states.dtype)
+        if read.sparse is not None:
+            raise TypeError(
+                f"the sparse draft {self.policy} reads a NestedKVCache inside "
+                "NestedKVCache.at(positions) only"
+            )
+        # Keys that are to be transformed back are rounded once, then.
+        dtype = key_states.dtype
+        wide = torch.promote_types(dtype, SCALE_DTYPE) if self.rotate_keys else dtype
+        keys = self.stored(self.key_planes.dense(read, length, wide)).to(dtype)
         return keys, self.value_planes.dense(read, length, value_states.dtype)
+
+    def stored(self, key_states: Tensor) -> Tensor:
+        """Keys ``[B, H_kv, n, D]`` as the planes hold them or, the other way, as models know them.
+
+        ``nestq::hadamard`` undoes itself.
+        """
+        return torch.ops.nestq.hadamard(key_states) if self.rotate_keys else key_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that :meth:`update` will return."""
@@ -240,12 +261,20 @@ class NestedKVCache(Cache):
         max_length: positions to allocate.
         batch_size: rows to allocate; beams count as rows.
         device: of the planes.
-        policy: what drafts read: ``"kv8/kv8"``, ``"kv4/kv8"``, ``"recent(n)"`` or ``"auto(n)"``.
+        policy: what drafts read: ``"kv8/kv8"``, ``"kv4/kv8"``, ``"kv4/kv4"``, ``"recent(n)"`` or
+            ``"auto(n)"``, which ``"+streaming(sink,recent)"`` may follow. Sparse drafts read inside
+            :meth:`at` only.
+        rotate_keys: whether keys are stored as ``nestq::hadamard`` of them, after rotary
+            embeddings, and queries are transformed alike. In real numbers scores are the same. A
+            channel that is much larger than the others, which would leave those hardly a code of
+            a 4-bit key, is spread over its head. None to do what quantizing the model found
+            (``config.quantization_config.rotate_keys``), False for a model that is not quantized.
 
     Attributes:
         lengths: int64 ``[batch_size]`` on the device, verified positions of each row. The owner
             of a round sets them, and rolls back by lowering them; nothing here reads them.
         policy: the parsed policy.
+        rotate_keys: whether keys are rotated.
     """
 
     def __init__(
@@ -255,26 +284,34 @@ class NestedKVCache(Cache):
         batch_size: int = 1,
         device: torch.device | str | None = None,
         policy: str | KVPolicy = "kv8/kv8",
+        rotate_keys: bool | None = None,
     ) -> None:
         for name, value in (("max_length", max_length), ("batch_size", batch_size)):
             if not (isinstance(value, int) and value >= 1):
                 raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
         self.policy = KVPolicy.parse(policy)
-        if self.policy.kind == "quantspec":
+        other = {"quantspec": "QuantSpecKVCache", "dense": "DenseKVCache"}.get(self.policy.kind)
+        if isinstance(self.policy.sparse, SnapKV):
+            other = "SnapKVCache"
+        if other is not None:
             raise ValueError(
-                "policy must be that of nested planes, got 'quantspec', which is the "
-                "policy of a QuantSpecKVCache"
+                f"policy must be that of nested planes, got {str(self.policy)!r}, which is the "
+                f"policy of a {other}"
             )
+        if rotate_keys is not None and not isinstance(rotate_keys, bool):
+            raise ValueError(f"rotate_keys must be a bool or None, got {rotate_keys!r}")
+        self.rotate_keys = rotates_keys(config) if rotate_keys is None else rotate_keys
         config = config.get_text_config(decoder=True)
         heads, head_dim = head_sizes(config)
+        sizes = batch_size, heads, max_length, head_dim
         layers: list[Any] = [
-            NestedKVLayer(batch_size, heads, max_length, head_dim, self.policy, device)
+            NestedKVLayer(*sizes, self.policy, device, self.rotate_keys)
             for _ in range(config.num_hidden_layers)
         ]
         super().__init__(layers=layers)
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self._positions: Tensor | None = None
-        self._draft_read = WHOLE
+        self._draft_read = self._target_read = WHOLE
 
     @contextmanager
     def at(self, positions: Tensor, context_length: int | None = None) -> Iterator[None]:
@@ -288,14 +325,15 @@ class NestedKVCache(Cache):
             context_length: cached positions as the host knows them; needed by ``auto(n)``.
         """
         check_cache_positions(positions, len(self.lengths))
-        outer = self._positions, self._draft_read
+        outer = self._positions, self._draft_read, self._target_read
         # Resolved here, so that a compiled model depends on the choice and not on the length.
         self._draft_read = self.policy.read("draft", context_length)
+        self._target_read = self.policy.read("target", context_length)
         self._positions = positions
         try:
             yield
         finally:
-            self._positions, self._draft_read = outer
+            self._positions, self._draft_read, self._target_read = outer
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -315,11 +353,11 @@ class NestedKVCache(Cache):
         if self._positions is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer: Any = self.layers[layer_idx]
-        read = self._draft_read if current_view() == "draft" else WHOLE
-        layer.key_planes.append(key_states, self._positions)
+        read = self._draft_read if current_view() == "draft" else self._target_read
+        layer.key_planes.append(layer.stored(key_states), self._positions)
         layer.value_planes.append(value_states, self._positions)
         return (
-            layer.key_planes.states(read, self._positions),
+            layer.key_planes.states(read, self._positions, self.rotate_keys),
             layer.value_planes.states(read, self._positions),
         )
 
@@ -364,6 +402,11 @@ def check_cache_positions(positions: Tensor, batch: int) -> None:
             f"positions must be int64 of shape [{batch}, n], "
             f"got {positions.dtype} of shape {tuple(positions.shape)}"
         )
+
+
+def rotates_keys(config: PreTrainedConfig) -> bool:
+    """Whether quantizing the model of a config found that its keys need to be rotated."""
+    return bool(getattr(getattr(config, "quantization_config", None), "rotate_keys", False))
 
 
 def head_sizes(config: PreTrainedConfig) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ class Nester:
         factor = factorize(hessian, self.recipe.damping, names[0])
         drafts = []
         for name, linear in zip(names, linears, strict=True):
-            codes = self._base(name, linear, factor)
+            codes = gptq_base(name, float_weight(linear, hessian.device), factor, self.recipe)
             drafts.append(self._dense(codes))
             self.codes[name] = codes.to(CODES_DEVICE)
         return drafts
@@ -89,7 +90,7 @@ class Nester:
         factor = factorize(hessian, self.recipe.damping, names[0])
         drafts = []
         for name, linear in zip(names, linears, strict=True):
-            codes = self._base(name, linear, factor)
+            codes = gptq_base(name, float_weight(linear, hessian.device), factor, self.recipe)
             drafts.append(self._dense(codes))
             self._refine(name, linear, codes, factor, hessian)
             self.codes[name] = codes.to(CODES_DEVICE)
@@ -99,12 +100,8 @@ class Nester:
         self, name: str, linear: nn.Linear, device: torch.device | None = None
     ) -> None:
         """Nest a linear without calibration, on a device (default: its own), in closed form."""
-        weight = _float_weight(linear, device)
-        padded = reference.pad_to_groups(weight, self.recipe.group_size)
-        scale = search_scale(padded, self.recipe.group_size, self.recipe.torch_scale_dtype)
-        _check_scale(name, scale)
-        base = reference.round_to_base(padded, scale, self.recipe.group_size)
-        codes = NestedCodes(base[:, : weight.shape[1]], scale)
+        weight = float_weight(linear, device)
+        codes = nearest_base(name, weight, self.recipe)
         codes.refinement, saturation = self._closed_form(weight, codes)
         self._report(name, weight, codes, saturation, None, None)
         self.codes[name] = codes.to(CODES_DEVICE)
@@ -112,22 +109,10 @@ class Nester:
     def _dense(self, codes: NestedCodes) -> Tensor:
         return codes.dense(self.recipe.group_size, self.recipe.target_overlap)
 
-    def _base(self, name: str, linear: nn.Linear, factor: Factor) -> NestedCodes:
-        weight = _float_weight(linear, factor.upper.device)
-        group_size = self.recipe.group_size
-        scale = search_scale(
-            reference.pad_to_groups(weight, group_size),
-            group_size,
-            self.recipe.torch_scale_dtype,
-            reference.pad_to_groups(factor.diagonal, group_size),
-        )
-        _check_scale(name, scale)
-        return NestedCodes(quantize_base(weight, factor, scale, group_size), scale)
-
     def _refine(
         self, name: str, linear: nn.Linear, codes: NestedCodes, factor: Factor, hessian: Tensor
     ) -> None:
-        weight = _float_weight(linear, factor.upper.device)
+        weight = float_weight(linear, factor.upper.device)
         if self.recipe.refinement == "closed_form":
             codes.refinement, saturation = self._closed_form(weight, codes)
         else:
@@ -167,8 +152,8 @@ class Nester:
             LinearReport(
                 name=name,
                 shape=(weight.shape[0], weight.shape[1]),
-                draft_error=_relative_error(draft, weight, hessian),
-                target_error=_relative_error(self._dense(codes), weight, hessian),
+                draft_error=relative_error(draft, weight, hessian),
+                target_error=relative_error(self._dense(codes), weight, hessian),
                 saturation=saturation,
                 damping=None if factor is None else factor.damping,
                 dead_columns=0 if factor is None else factor.dead_columns,
@@ -176,16 +161,58 @@ class Nester:
         )
 
 
+class BaseOptions(Protocol):
+    """What a recipe says of bases."""
+
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def torch_scale_dtype(self) -> torch.dtype: ...
+
+
+def gptq_base(name: str, weight: Tensor, factor: Factor, recipe: BaseOptions) -> NestedCodes:
+    """The base of a float32 weight ``[N, K]`` by GPTQ.
+
+    Args:
+        name: of the linear, for the error.
+        weight: on the factor's device.
+        factor: of the Hessian of the K inputs.
+        recipe: for the groups and the storage of scales.
+
+    Raises:
+        ValueError: the scales overflow their storage.
+    """
+    group_size = recipe.group_size
+    scale = search_scale(
+        reference.pad_to_groups(weight, group_size),
+        group_size,
+        recipe.torch_scale_dtype,
+        reference.pad_to_groups(factor.diagonal, group_size),
+    )
+    _check_scale(name, scale)
+    return NestedCodes(quantize_base(weight, factor, scale, group_size), scale)
+
+
+def nearest_base(name: str, weight: Tensor, recipe: BaseOptions) -> NestedCodes:
+    """The base of a float32 weight ``[N, K]``, rounded to nearest; as :func:`gptq_base`."""
+    padded = reference.pad_to_groups(weight, recipe.group_size)
+    scale = search_scale(padded, recipe.group_size, recipe.torch_scale_dtype)
+    _check_scale(name, scale)
+    base = reference.round_to_base(padded, scale, recipe.group_size)
+    return NestedCodes(base[:, : weight.shape[1]], scale)
+
+
 def _check_scale(name: str, scale: Tensor) -> None:
     if not torch.isfinite(scale).all():
         raise ValueError(f"scale_dtype: {scale.dtype} cannot hold the scales of {name}")
 
 
-def _float_weight(linear: nn.Linear, device: torch.device | None = None) -> Tensor:
+def float_weight(linear: nn.Linear, device: torch.device | None = None) -> Tensor:
+    """A dense weight in float32, on a device (default: its own)."""
     return linear.weight.detach().to(device=device, dtype=torch.float32)
 
 
-def _relative_error(approximation: Tensor, weight: Tensor, hessian: Tensor | None) -> float:
+def relative_error(approximation: Tensor, weight: Tensor, hessian: Tensor | None) -> float:
     """``||X (approximation - weight)^T|| / ||X weight^T||`` for inputs with this Hessian."""
 
     def squared(matrix: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nestq.cpu import attention as cpu_attention
+from nestq.cpu import hadamard as cpu_hadamard
 from nestq.cpu import kv_append as cpu_kv_append
 from nestq.cpu import linear as cpu_linear
 from nestq.cpu.library import library
@@ -21,8 +22,9 @@ from nestq.reference.attention import nested_attention
 from nestq.reference.attention_quantspec import quantspec_attention
 from nestq.reference.dense_kv import append_16, attention_16
 from nestq.reference.fused_linear import fused_input
+from nestq.reference.hadamard import hadamard
 from nestq.reference.kv import kv_append
-from nestq.reference.linear import linear_16, nested_linear
+from nestq.reference.linear import base_linear, linear_16, nested_linear
 from nestq.reference.quantspec import append_and_attend, quantspec_append
 from nestq.reference.rotary import rotate_append
 from nestq.tile_layout import canonical_planes
@@ -173,6 +175,43 @@ _define(
     _kernels("fused_linear", "fused_linear"),
 )
 
+
+def _base_linear(
+    x: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    unit: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    activation_bits: int,
+) -> Tensor:
+    """On a CPU, or by the reference: a plane in the order of files or, with a unit, in tiles."""
+    if unit is not None:
+        base, _, scale = canonical_planes(base, None, scale, unit, group_size)
+    arguments = (x, base, scale, bias, group_size, activation_bits)
+    compiled = _cpu_library(x) if group_size in cpu_linear.GROUP_SIZES else None
+    if compiled is None:
+        return base_linear(*arguments)
+    if activation_bits == 4 and cpu_linear.can_compute(x, group_size):
+        planes = (base, None, scale)
+        return cpu_linear.nested_linear(compiled, x, *planes, bias, group_size, 1, activation_bits)
+    return base_linear(*arguments, partial(cpu_linear.dequantize_base, compiled))
+
+
+def _base_linear_fake(
+    x: Tensor, base: Tensor, scale: Tensor, unit: Tensor | None, *_: Any
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], (base if unit is None else unit).shape[0])
+
+
+_define(
+    "base_linear(Tensor x, Tensor base, Tensor scale, Tensor? unit, Tensor? bias, int group_size, "
+    "int activation_bits) -> Tensor",
+    _base_linear,
+    _base_linear_fake,
+    _kernels("linear", "base_linear"),
+)
+
 _define(
     "linear_16(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     linear_16,
@@ -200,12 +239,26 @@ _define(
     _kernels("kv_append", "kv_append"),
 )
 
+
+def _hadamard(x: Tensor) -> Tensor:
+    compiled = _cpu_library(x) if cpu_hadamard.can_compute(x) else None
+    return hadamard(x) if compiled is None else cpu_hadamard.hadamard(compiled, x)
+
+
+_define(
+    "hadamard(Tensor x) -> Tensor",
+    _hadamard,
+    lambda x: torch.empty_like(x, memory_format=torch.contiguous_format),
+    _kernels("hadamard", "hadamard"),
+)
+
 _define(
     "rotate_append(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, "
     "Tensor positions, "
     "Tensor(a!) key_base, Tensor(b!) key_refinement, Tensor(c!) key_scale, "
-    "Tensor(d!) value_base, Tensor(e!) value_refinement, Tensor(f!) value_scale) -> Tensor",
-    partial(rotate_append, append=_kv_append),
+    "Tensor(d!) value_base, Tensor(e!) value_refinement, Tensor(f!) value_scale, "
+    "bool transform=False) -> Tensor",
+    partial(rotate_append, append=_kv_append, hadamard=_hadamard),
     lambda query, *_: torch.empty_like(query, memory_format=torch.contiguous_format),
     _kernels("rotate_append", "rotate_append"),
 )
@@ -222,7 +275,7 @@ _define(
     "nested_attention(Tensor query, Tensor positions, "
     "Tensor key_base, Tensor? key_refinement, Tensor key_scale, "
     "Tensor value_base, Tensor? value_refinement, Tensor value_scale, "
-    "float scaling, int sliding_window, int recent) -> Tensor",
+    "float scaling, int sliding_window, int recent, int sink=0, int local=0) -> Tensor",
     _nested_attention,
     lambda query, *_: query.new_empty(query.transpose(1, 2).shape).transpose(1, 2),
     _kernels("nested_attention", "nested_attention"),
@@ -238,7 +291,7 @@ _define(
 
 _define(
     "attention_16(Tensor query, Tensor positions, Tensor keys, Tensor values, float scaling, "
-    "int sliding_window) -> Tensor",
+    "int sliding_window, int sink=0, int local=0) -> Tensor",
     attention_16,
     lambda query, *_: query.new_empty(query.transpose(1, 2).shape).transpose(1, 2),
     _kernels("nested_attention", "attention_16"),

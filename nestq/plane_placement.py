@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nestq.architectures import UnsupportedArchitectureError, describe
+from nestq.four_bit_tensor import FourBitTensor
 from nestq.neighbours import merged
 from nestq.tensor import NestedQuantTensor
 from nestq.tile_layout import TILE_ROWS
@@ -22,9 +23,10 @@ def place_side_by_side_(model: nn.Module) -> int:
     objects with the same values. Needs room for one kind of plane of one group at a time.
 
     Moving a model to another device, or loading other tensors into it, takes planes apart again.
-    Left alone are groups that no kernel can read at once: of linears that are not nested, or not
-    with the same options; whose rows, but for the last, do not end with a tile of 16; of which some
-    only have a bias; and every group of a model whose structure is not known.
+    Left alone are groups that no kernel can read at once: of linears that are not nested, nor of 4
+    bits with INT8 activations, or not with the same options; whose rows, but for the last, do not
+    end with a tile of 16; of which some only have a bias; and every group of a model whose
+    structure is not known.
 
     Args:
         model: a causal language model, or ``torch.compile`` of one. CUDA graphs that were captured
@@ -52,25 +54,31 @@ def place_side_by_side_(model: nn.Module) -> int:
 
 def _fit(linears: Sequence[nn.Linear]) -> bool:
     """Whether one kernel can read the planes of all these linears if they are side by side."""
-    weights: list[NestedQuantTensor] = []
-    for linear in linears:
-        if not isinstance(linear.weight, NestedQuantTensor):
-            return False
-        weights.append(linear.weight)
+    weights: list[Any] = [linear.weight for linear in linears]
+    if not all(map(_can_be_merged, weights)):
+        return False
     in_tiles = weights[0].unit is not None
     if in_tiles and any(weight.shape[0] % TILE_ROWS for weight in weights[:-1]):
         return False
     return len({_format(linear) for linear in linears}) == 1
 
 
+def _can_be_merged(weight: Tensor) -> bool:
+    """Whether both views call the operator that kernels compute for several weights at once."""
+    if isinstance(weight, FourBitTensor):
+        return weight.draft_bits == weight.target_bits == 8 and not weight.input_rotation
+    return isinstance(weight, NestedQuantTensor)
+
+
 def _format(linear: nn.Linear) -> tuple[object, ...]:
     """What linears that one kernel computes have in common."""
-    weight, bias = linear.weight, linear.bias
-    assert isinstance(weight, NestedQuantTensor)
-    planes = [(name, getattr(weight, name)) for name in weight.__tensor_flatten__()[0]]
+    weight: Any = linear.weight
+    bias = linear.bias
+    names, attributes = weight.__tensor_flatten__()
+    planes = [(name, getattr(weight, name)) for name in names]
     formats = tuple((name, plane.dtype, plane.device) for name, plane in planes)
     bias_format = None if bias is None else (bias.dtype, bias.device)
-    options = weight.group_size, weight.overlap, weight.in_features
+    options = weight.group_size, attributes.get("overlap"), weight.in_features
     return type(weight), options, formats, bias_format
 
 

@@ -1,4 +1,4 @@
-"""``quantize_``: nest the linears of a model in place."""
+"""``quantize_``: quantize the linears of a model in place."""
 
 import time
 import warnings
@@ -15,15 +15,8 @@ from torchao.quantization import quantize_ as torchao_quantize_
 from torchao.quantization.transform_module import register_quantize_module_handler
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.pytorch_utils import Conv1D
 
-from nestq.architectures import (
-    HEAD,
-    Architecture,
-    UnsupportedArchitectureError,
-    describe,
-    unwrap,
-)
+from nestq.architectures import Architecture, describe, unwrap
 from nestq.argument_checks import check_int, check_type, usable_device
 from nestq.calibration import (
     LayerInputs,
@@ -32,13 +25,16 @@ from nestq.calibration import (
     evaluation_mode,
     sweep_layers,
 )
+from nestq.four_bit_nesting import FourBitNester, input_rotations
+from nestq.four_bit_recipe import FourBitRecipe
 from nestq.hf_quantizer import attach, refuse_compiled_parts
+from nestq.key_channels import measure_key_channels
 from nestq.nesting import Nester, install
+from nestq.quantizable import check_linear, dense_linears, known_architecture
 from nestq.recipes import NestedRecipe, W8A8Recipe
 from nestq.report import QuantizationReport
 from nestq.rotation import Rotation, rotate_, untie_
-from nestq.tensor import NestedQuantTensor
-from nestq.tensor_checks import check_weight
+from nestq.skipping_recipe import SkippingRecipe, apply_skipping_recipe, check_skipping_recipe
 from nestq.tuning import tune_base
 
 # Tokens that the Hessians are made from, at most: in trials more than this hardly changed
@@ -50,11 +46,15 @@ UNCALIBRATED = (
     "no calibration was given: weights are rounded to nearest and refined in closed form, and the "
     "draft will be accepted far less often than with calibration=texts"
 )
+UNCALIBRATED_FOUR_BIT = (
+    "no calibration was given: weights are rounded to nearest, with far larger errors than with "
+    "calibration=texts"
+)
 
 
 def quantize_(
     model: nn.Module,
-    recipe: NestedRecipe | W8A8Recipe,
+    recipe: NestedRecipe | FourBitRecipe | W8A8Recipe | SkippingRecipe,
     *,
     calibration: Any = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -63,10 +63,11 @@ def quantize_(
     device: torch.device | str | None = None,
     progress: bool = True,
 ) -> QuantizationReport:
-    """Nest the linears of a Hugging Face causal LM in place.
+    """Quantize the linears of a Hugging Face causal LM in place.
 
     The model is rotated (R1, R2), its linears are quantized layer by layer on calibration text,
-    and their weights become :class:`NestedQuantTensor`. Embedding rows keep their dtype; a head
+    and their weights become :class:`NestedQuantTensor` or, with a recipe of one 4-bit weight,
+    :class:`FourBitTensor`. Embedding rows keep their dtype; a head
     that is nested or rotated is untied from them. Calibration is in evaluation mode, whatever mode
     the model is in. Weights are replaced after the last one is ready: if anything fails before,
     the model still computes its own function, though it may be rotated. Of a multimodal model the
@@ -74,8 +75,10 @@ def quantize_(
 
     Args:
         model: a causal LM; ``torch.compile`` it afterwards, not before.
-        recipe: ``bitnest_w4w8()``, or ``w8a8()`` for the plain reference, which takes no other
-            argument than ``progress``.
+        recipe: ``bitnest_w4w8()``, ``quantspec_w4w16()`` or ``qspec_w4()``; or a plain reference,
+            ``w4a8()``, ``w4a16()`` or ``w8a8()``, the last of which takes no other argument than
+            ``progress``. So does ``quantspec_w4w16(weights=False)``. ``draft_and_verify()`` comes
+            on top of any of the first, or leaves weights as they are.
         calibration: texts, chats, token ids or a ``datasets`` dataset (see
             ``nestq.calibration.calibration_windows``). None rounds to nearest, with a warning.
             Hessians are made from the first ``HESSIAN_TOKENS`` tokens.
@@ -86,7 +89,7 @@ def quantize_(
         progress: show progress bars.
 
     Returns:
-        A report with one entry a nested linear: none for ``w8a8()``.
+        A report with one entry a quantized linear: none for ``w8a8()``.
 
     Raises:
         TypeError, ValueError: an argument is off; the model is unchanged (rotated, at most, where
@@ -96,7 +99,8 @@ def quantize_(
     """
     model = check_type("model", unwrap(model), PreTrainedModel, "a transformers PreTrainedModel")
     if isinstance(recipe, W8A8Recipe):
-        _refuse_what_w8a8_ignores(
+        _refuse_arguments(
+            "w8a8(), which rounds to nearest where the model is",
             calibration=calibration,
             tokenizer=tokenizer,
             calibration_length=calibration_length,
@@ -104,28 +108,52 @@ def quantize_(
             device=device,
         )
         return _quantize_w8a8(model, recipe)
+    if isinstance(recipe, SkippingRecipe):
+        options: dict[str, Any] = {
+            "calibration": calibration,
+            "tokenizer": tokenizer,
+            "calibration_length": calibration_length,
+            "batch_size": batch_size,
+            "device": device,
+            "progress": progress,
+        }
+        return _skip_layers(model, recipe, **options)
     _check_arguments(recipe, calibration, tokenizer, calibration_length, batch_size)
     where = None if device is None else usable_device(device)
     refuse_compiled_parts(name for name, _ in model.named_modules())
-    architecture = _architecture(model, recipe, needed=calibration is not None)
-    linears = _dense_linears(model, architecture, recipe)
+    if isinstance(recipe, FourBitRecipe) and not recipe.weights:
+        _refuse_arguments(
+            f"{recipe.name}(weights=False), which quantizes no weight",
+            calibration=calibration,
+            tokenizer=tokenizer,
+            calibration_length=calibration_length,
+            batch_size=batch_size,
+            device=device,
+        )
+        return _store_policy(model, recipe)
+    architecture = known_architecture(model, recipe, needed=calibration is not None)
+    linears = dense_linears(model, architecture, recipe)
     windows = None
     if calibration is None:
-        warnings.warn(UNCALIBRATED, stacklevel=2)
-        recipe = replace(recipe, refinement="closed_form")
+        if isinstance(recipe, NestedRecipe):
+            recipe = replace(recipe, refinement="closed_form")
     else:
         windows = _windows(model, calibration, tokenizer, calibration_length)
+    nester = _nester(recipe, architecture)
+    uncalibrated = UNCALIBRATED if isinstance(recipe, NestedRecipe) else UNCALIBRATED_FOUR_BIT
+    if windows is None:
+        warnings.warn(uncalibrated, stacklevel=2)
 
     seconds: dict[str, float] = {}
     notes: list[str] = []
     losses: list[float] = []
     hessian_tokens = 0
+    rotate_keys = None
     if architecture is not None:
         with _timed(seconds, "rotation"):
             notes += _rotate(model, architecture, recipe)
-    nester = Nester(recipe)
     if windows is None:
-        notes.append(UNCALIBRATED)
+        notes.append(uncalibrated)
         with _timed(seconds, "rounding"):
             for name, linear in tqdm(linears.items(), desc="round", disable=not progress):
                 nester.round_to_nearest(name, linear, where)
@@ -136,11 +164,15 @@ def quantize_(
         notes += _cap_notes(observed, windows, recipe)
         compute = where or architecture.embedding.weight.device
         with evaluation_mode(model):
+            with _timed(seconds, "key channels"):
+                keys = measure_key_channels(architecture, windows, batch_size, compute)
+            rotate_keys = keys.need_rotation
+            notes += keys.notes()
             losses = _calibrate(
                 architecture, nester, windows, observed, batch_size, compute, progress, seconds
             )
 
-    install(linears, nester.codes, recipe)
+    _install(nester, linears)
     report = QuantizationReport(
         linears=nester.reports,
         calibration_tokens=0 if windows is None else windows.numel(),
@@ -149,98 +181,38 @@ def quantize_(
         notes=notes,
         tuning_loss=losses,
     )
-    attach(model, recipe=recipe.to_dict(), report=report.to_dict())
+    attach(model, recipe.to_dict(), report.to_dict(), recipe.kv, rotate_keys)
     return report
 
 
 def _check_arguments(
-    recipe: NestedRecipe,
+    recipe: NestedRecipe | FourBitRecipe,
     calibration: Any,
     tokenizer: object,
     calibration_length: object,
     batch_size: object,
 ) -> None:
-    check_type("recipe", recipe, NestedRecipe, "bitnest_w4w8() or w8a8()")
+    if not isinstance(recipe, FourBitRecipe):
+        check_type("recipe", recipe, NestedRecipe, "bitnest_w4w8() or another of nestq's recipes")
     if tokenizer is not None:
         check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, "a transformers tokenizer")
     check_int("calibration_length", calibration_length, 1)
     check_int("batch_size", batch_size, 1)
-    if recipe.tuning_steps and calibration is None:
+    if isinstance(recipe, NestedRecipe) and recipe.tuning_steps and calibration is None:
         raise ValueError("recipe: tuning_steps needs calibration=, got None")
 
 
-def _refuse_what_w8a8_ignores(**arguments: Any) -> None:
-    """Refuse all but the defaults of :func:`quantize_`."""
+def _refuse_arguments(ignored_by: str, **arguments: Any) -> None:
+    """Refuse all but the defaults of :func:`quantize_`, for a recipe that ignores them."""
     defaults: Any = quantize_.__kwdefaults__
     for name, value in arguments.items():
         default = defaults[name]
         # The types first: comparing a tensor gives a tensor.
         if type(value) is not type(default) or value != default:
             raise ValueError(
-                f"{name} does not apply to w8a8(), which rounds to nearest where the model is: "
+                f"{name} does not apply to {ignored_by}: "
                 f"expected {default!r}, got {short_repr(value)}"
             )
-
-
-def _architecture(model: nn.Module, recipe: NestedRecipe, needed: bool) -> Architecture | None:
-    """The model's parts; None if they are unknown and neither rotation nor GPTQ needs them."""
-    try:
-        return describe(model)
-    except UnsupportedArchitectureError:
-        if needed or recipe.rotation != "none":
-            raise
-        return None
-
-
-def _dense_linears(
-    model: PreTrainedModel, architecture: Architecture | None, recipe: NestedRecipe | W8A8Recipe
-) -> dict[str, nn.Linear]:
-    """Linears to quantize by name, in order of evaluation; each can be quantized."""
-    if architecture is None:
-        _refuse_conv1d(model)
-        parts = _language_model(model)
-        head: Any = model.get_output_embeddings()
-        (parts.add if recipe.quantize_head else parts.discard)(head)
-        linears = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module in parts
-        }
-    else:
-        linears = dict(architecture.named_linears())
-        if recipe.quantize_head:
-            linears[HEAD] = architecture.head
-    for name, linear in linears.items():
-        _check_linear(name, linear)
-    return linears
-
-
-def _language_model(model: PreTrainedModel) -> set[nn.Module]:
-    """Modules of the language model: without the towers and projectors of a multimodal one."""
-    config = model.config
-    is_multimodal = config.get_text_config(decoder=True) is not config
-    return set((model.get_decoder() if is_multimodal else model).modules())
-
-
-def _refuse_conv1d(model: nn.Module) -> None:
-    """GPT-2 keeps its weights in these, transposed: all but the head would be left dense."""
-    for name, module in model.named_modules():
-        if isinstance(module, Conv1D):
-            raise UnsupportedArchitectureError(
-                f"model: {name} of {type(model).__name__} is a transformers Conv1D, and only "
-                "nn.Linear can be nested"
-            )
-
-
-def _check_linear(name: str, linear: nn.Linear) -> None:
-    weight = linear.weight
-    if isinstance(weight, NestedQuantTensor):
-        raise ValueError(f"model: {name} is nested already")
-    if type(weight) is not nn.Parameter:
-        raise ValueError(f"model: {name}.weight must be dense, got {type(weight).__name__}")
-    if weight.is_meta:
-        raise ValueError(f"model: {name}.weight is on the meta device; load the weights first")
-    check_weight(weight, f"model: {name}.weight")
 
 
 def _windows(
@@ -257,10 +229,13 @@ def _windows(
     )
 
 
-def _cap_notes(observed: Tensor, windows: Tensor, recipe: NestedRecipe) -> list[str]:
+def _cap_notes(
+    observed: Tensor, windows: Tensor, recipe: NestedRecipe | FourBitRecipe
+) -> list[str]:
     if len(observed) == len(windows):
         return []
-    rest = "tuning used all" if recipe.tuning_steps else "the rest was not used"
+    tunes = isinstance(recipe, NestedRecipe) and recipe.tuning_steps > 0
+    rest = "tuning used all" if tunes else "the rest was not used"
     return [
         f"Hessians were made from the first {observed.numel()} of {windows.numel()} calibration "
         f"tokens, as more hardly change acceptance; {rest}"
@@ -268,7 +243,9 @@ def _cap_notes(observed: Tensor, windows: Tensor, recipe: NestedRecipe) -> list[
 
 
 def _rotate(
-    model: nn.Module, architecture: Architecture, recipe: NestedRecipe | W8A8Recipe
+    model: nn.Module,
+    architecture: Architecture,
+    recipe: NestedRecipe | FourBitRecipe | W8A8Recipe,
 ) -> list[str]:
     """Apply R1 and R2, or R2 alone where R1 cannot be; returns what a user should know."""
     if recipe.rotation == "none":
@@ -278,9 +255,24 @@ def _rotate(
     return [] if r1 else [f"the residual stream is not rotated: {architecture.reason}"]
 
 
+def _nester(
+    recipe: NestedRecipe | FourBitRecipe, architecture: Architecture | None
+) -> Nester | FourBitNester:
+    if isinstance(recipe, NestedRecipe):
+        return Nester(recipe)
+    return FourBitNester(recipe, input_rotations(recipe, architecture))
+
+
+def _install(nester: Nester | FourBitNester, linears: dict[str, nn.Linear]) -> None:
+    if isinstance(nester, FourBitNester):
+        nester.install(linears)
+    else:
+        install(linears, nester.codes, nester.recipe)
+
+
 def _calibrate(
     architecture: Architecture,
-    nester: Nester,
+    nester: Nester | FourBitNester,
     windows: Tensor,
     observed: Tensor,
     batch_size: int,
@@ -313,8 +305,14 @@ def _calibrate(
                 with_head=nester.recipe.quantize_head,
                 description=stage,
                 progress=progress,
+                activation_bits=bits,
             )
 
+    bits = 8
+    if isinstance(nester, FourBitNester):
+        bits = nester.recipe.calibration_bits
+        sweep(nester.base, "base")
+        return []
     if not nester.recipe.tuning_steps:
         sweep(nester.base_and_refinement, "base and refinement")
         return []
@@ -337,7 +335,7 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 def _quantize_w8a8(model: PreTrainedModel, recipe: W8A8Recipe) -> QuantizationReport:
     """Rotate, then let torchao round to 8 bits: per row for weights, per token for activations."""
     architecture = describe(model)
-    linears = _dense_linears(model, architecture, recipe)
+    linears = dense_linears(model, architecture, recipe)
     seconds: dict[str, float] = {}
     with _timed(seconds, "rotation"):
         notes = _rotate(model, architecture, recipe)
@@ -348,6 +346,27 @@ def _quantize_w8a8(model: PreTrainedModel, recipe: W8A8Recipe) -> QuantizationRe
             model, Int8DynamicActivationInt8WeightConfig(), filter_fn=lambda _, n: n in linears
         )
     return QuantizationReport((), 0, 0, seconds, notes)
+
+
+def _skip_layers(
+    model: PreTrainedModel, recipe: SkippingRecipe, **options: Any
+) -> QuantizationReport:
+    """Quantize the weights if the recipe says so, and skip layers of the draft after that."""
+    search = {name: options[name] for name in ("calibration", "tokenizer", "batch_size")}
+    if recipe.weights is None:
+        rest = {name: options[name] for name in ("calibration_length", "device")}
+        ignored = rest if recipe.searches else {**rest, **search}
+        _refuse_arguments("draft_and_verify() without weights= that need it", **ignored)
+    check_skipping_recipe(model, recipe, **search)
+    report = None if recipe.weights is None else quantize_(model, recipe.weights, **options)
+    return apply_skipping_recipe(model, recipe, report, **search, progress=options["progress"])
+
+
+def _store_policy(model: PreTrainedModel, recipe: FourBitRecipe) -> QuantizationReport:
+    """Leave the weights, and have the recipe's KV policy as the model's default."""
+    report = QuantizationReport((), 0, 0, {})
+    attach(model, recipe=recipe.to_dict(), report=report.to_dict(), kv=recipe.kv)
+    return report
 
 
 @register_quantize_module_handler(NestedRecipe)
@@ -372,8 +391,8 @@ def _nest_module(module: nn.Module, config: NestedRecipe) -> nn.Module:
             "quantize_head=False needs the whole model, to tell its head from other linears: use "
             "nestq.quantize_, or leave the head out by filter_fn"
         )
-    _check_linear("linear", module)
-    done = replace(config, rotation="none", refinement="closed_form")
+    check_linear("linear", module)
+    done = replace(config, rotation="none", refinement="closed_form", kv="kv8/kv8")
     ignored = [
         f"{name}={value!r}"
         for name, value in asdict(config).items()

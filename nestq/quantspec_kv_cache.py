@@ -7,18 +7,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers import PreTrainedConfig
 
 from nestq import ops as _ops  # noqa: F401 (registers the operators)
 from nestq.argument_checks import check_int
+from nestq.cache_rows import PositionedCache, PositionedLayer, check_kernel_dtype
 from nestq.kv_cache import check_cache_positions, head_sizes
 from nestq.kv_policy import KVPolicy
 from nestq.reference.kv_quantspec import GROUP, SCALE_DTYPE, value_groups
 from nestq.reference.quantspec import SLOTS
 from nestq.view import current_view
-
-KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -75,13 +73,11 @@ class QuantSpecStates:
         )
 
 
-class QuantSpecKVLayer(CacheLayerMixin):
+class QuantSpecKVLayer(PositionedLayer):
     """Keys and values of one decoder layer, preallocated.
 
     Sliding-window layers store all positions too: attention applies the window.
     """
-
-    is_sliding = False
 
     def __init__(
         self,
@@ -111,56 +107,18 @@ class QuantSpecKVLayer(CacheLayerMixin):
         self.device = self.key_planes.base.device
         self.is_initialized = True
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the planes exist from construction on."""
-
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> NoReturn:
         """Refused: what a query reads depends on its position, which is known inside ``at``."""
         raise TypeError("a QuantSpecKVCache can be used inside QuantSpecKVCache.at(positions) only")
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys; attention masks by position."""
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        """0: ``QuantSpecKVCache.lengths`` says how many positions are valid."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """Positions that the planes and buffers hold."""
-        return self.capacity
-
-    def reset(self) -> None:
-        """Nothing to do: what is read was written at earlier positions of the same sequence."""
-
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Make row i what row ``beam_idx[i]`` was, in the same memory."""
-        self._replace(lambda plane: plane.copy_(plane.index_select(0, beam_idx.to(plane.device))))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times."""
-        self._replace(lambda plane: plane.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows ``indices``."""
-        self._replace(lambda plane: plane[indices.to(plane.device)])
-
-    def offload(self) -> None:
-        """Move everything to the CPU."""
-        self._replace(lambda plane: plane.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move everything back to the device of the layer."""
-        self._replace(lambda plane: plane.to(self.device, non_blocking=True))
-
     def _replace(self, function: Callable[[Tensor], Tensor]) -> None:
         self.key_planes.replace(function)
         self.value_planes.replace(function)
 
 
-class QuantSpecKVCache(Cache):
+class QuantSpecKVCache(PositionedCache):
     """Keys and values of a model as QuantSpec keeps them (QuantSpec paper, 4.2 and 4.3).
 
     The query at position p reads the last ``G + p % G + 1`` tokens, G = 128, in full precision, and
@@ -206,7 +164,7 @@ class QuantSpecKVCache(Cache):
             raise ValueError(f"config cannot have a QuantSpecKVCache: {error}") from error
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
         kept: Any = dtype or text_config.dtype or config.dtype or torch.get_default_dtype()
-        _check_dtype(kept, self.lengths.device)
+        check_kernel_dtype(kept, self.lengths.device)
         self.policy = KVPolicy("quantspec")
         layers: list[Any] = [
             QuantSpecKVLayer(batch_size, heads, max_length, head_dim, kept, device)
@@ -260,35 +218,4 @@ class QuantSpecKVCache(Cache):
         return (
             QuantSpecStates(key_states, positions, layer.key_planes, whole),
             QuantSpecStates(value_states, positions, layer.value_planes, whole),
-        )
-
-    def reset(self) -> None:
-        """Forget all positions; the memory stays."""
-        super().reset()
-        self.lengths.zero_()
-
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Make row i what row ``beam_idx[i]`` was, in the same memory."""
-        super().reorder_cache(beam_idx)
-        self.lengths.copy_(self.lengths[beam_idx.to(self.lengths.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times."""
-        super().batch_repeat_interleave(repeats)
-        self.lengths = self.lengths.repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows ``indices``."""
-        super().batch_select_indices(indices)
-        self.lengths = self.lengths[indices.to(self.lengths.device)]
-
-
-def _check_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse recent tokens in a dtype that attention does not read."""
-    if not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating point dtype, got {dtype}")
-    if device.type == "cuda" and dtype not in KERNEL_DTYPES:
-        raise ValueError(
-            f"dtype must be one of {KERNEL_DTYPES} on a GPU, where kernels read recent tokens in "
-            f"16 bits, got {dtype}"
         )

@@ -7,19 +7,20 @@ import torch
 from torchao.core.config import AOBaseConfig
 
 from nestq.argument_checks import check_int
+from nestq.kv_policy import KVPolicy
 from nestq.tensor_checks import check_options
 
 RefinementKind = Literal["compensated", "closed_form"]
 RotationChoice = Literal["orthogonal", "hadamard", "none"]
 
-_SCALE_DTYPES = {
+SCALE_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float32": torch.float32,
 }
 _PAPER_OVERLAP = 16
 _DEFAULT_OVERLAP = 8
-_MAX_SEED = (1 << 64) - 1  # of torch.Generator
+MAX_SEED = (1 << 64) - 1  # of torch.Generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class NestedRecipe(AOBaseConfig):
             while it tunes.
         scale_dtype: storage of scales: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         seed: of the rotation and of the order of tuning batches, 0 to 2^64 - 1.
+        kv: the model's default KV policy (:meth:`nestq.KVPolicy.parse`).
     """
 
     group_size: int = 64
@@ -53,24 +55,24 @@ class NestedRecipe(AOBaseConfig):
     tune_codes: bool = False
     scale_dtype: str = "bfloat16"
     seed: int = 0
+    kv: str = "kv8/kv8"
 
     def __post_init__(self) -> None:
-        _check_choice("refinement", self.refinement, get_args(RefinementKind))
-        _check_choice("rotation", self.rotation, get_args(RotationChoice))
-        _check_choice("scale_dtype", self.scale_dtype, tuple(_SCALE_DTYPES))
+        check_choice("refinement", self.refinement, get_args(RefinementKind))
+        check_choice("rotation", self.rotation, get_args(RotationChoice))
+        check_choice("scale_dtype", self.scale_dtype, tuple(SCALE_DTYPES))
         if self.overlap is None:
             closed = self.refinement == "closed_form"
             object.__setattr__(self, "overlap", _PAPER_OVERLAP if closed else _DEFAULT_OVERLAP)
         check_options(self.group_size, self.target_overlap)
-        is_number = isinstance(self.damping, (int, float)) and not isinstance(self.damping, bool)
-        if not (is_number and 0 < self.damping <= 1):
-            raise ValueError(f"damping must be above 0 and at most 1, got {self.damping!r}")
+        check_damping(self.damping)
         for name in ("quantize_head", "tune_codes"):
-            _check_bool(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
         check_int("tuning_steps", self.tuning_steps, 0)
         if self.tune_codes and not self.tuning_steps:
             raise ValueError("tune_codes needs tuning_steps of at least 1, got 0")
-        check_int("seed", self.seed, 0, _MAX_SEED)
+        check_int("seed", self.seed, 0, MAX_SEED)
+        check_kv(self.kv)
 
     @property
     def target_overlap(self) -> int:
@@ -81,7 +83,7 @@ class NestedRecipe(AOBaseConfig):
     @property
     def torch_scale_dtype(self) -> torch.dtype:
         """``scale_dtype`` as a torch dtype."""
-        return _SCALE_DTYPES[self.scale_dtype]
+        return SCALE_DTYPES[self.scale_dtype]
 
     def to_dict(self) -> dict[str, Any]:
         """Options as plain JSON values."""
@@ -103,9 +105,9 @@ class W8A8Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_choice("rotation", self.rotation, get_args(RotationChoice))
-        _check_bool("quantize_head", self.quantize_head)
-        check_int("seed", self.seed, 0, _MAX_SEED)
+        check_choice("rotation", self.rotation, get_args(RotationChoice))
+        check_bool("quantize_head", self.quantize_head)
+        check_int("seed", self.seed, 0, MAX_SEED)
 
 
 def bitnest_w4w8(**options: Any) -> NestedRecipe:
@@ -122,11 +124,30 @@ def w8a8(**options: Any) -> W8A8Recipe:
     return W8A8Recipe(**options)
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_kv(value: object) -> None:
+    """Refuse what names no KV policy."""
+    if not isinstance(value, str):
+        raise ValueError(f"kv must be the name of a KV policy, got {value!r}")
+    try:
+        KVPolicy.parse(value)
+    except ValueError as error:
+        raise ValueError(f"kv: {error}") from error
+
+
+def check_damping(value: object) -> None:
+    """Refuse what is no fraction above 0, by name."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and 0 < value <= 1):  # type: ignore[operator]
+        raise ValueError(f"damping must be above 0 and at most 1, got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Refuse what is none of some values, by name."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
-def _check_bool(name: str, value: object) -> None:
+def check_bool(name: str, value: object) -> None:
+    """Refuse what is neither True nor False, by name."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be a bool, got {value!r}")

@@ -213,11 +213,7 @@ class NestedQuantTensor(TorchAOBaseTensor):
 
         The operator's schema is part of it, so that a graph of another version is not taken.
         """
-        names, attributes = self.__tensor_flatten__()
-        planes = [(name, repr(_plane_format(getattr(self, name)))) for name in names]
-        schema = torch.ops.nestq.dual_plane_linear.default._schema
-        described = repr((type(self).__name__, planes, sorted(attributes.items(), key=str), schema))
-        return hashlib.sha256(described.encode()).hexdigest()
+        return stable_hash(self, torch.ops.nestq.dual_plane_linear.default)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         planes = "base" if self.refinement is None else "base + refinement"
@@ -316,12 +312,12 @@ def row_view(
 
 
 def slice_arguments(
-    self: NestedQuantTensor,
+    self: Any,
     dim: int = 0,
     start: int | None = None,
     end: int | None = None,
     step: int = 1,
-) -> tuple[NestedQuantTensor, int, int | None, int | None, int]:
+) -> tuple[Any, int, int | None, int | None, int]:
     """Arguments of ``aten.slice`` with its defaults."""
     return self, dim, start, end, step
 
@@ -345,8 +341,11 @@ def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     return type(self)(**planes, **attributes).in_order_of_device()
 
 
-@implements([aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other])
-def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+UNDIVIDED = [aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other]
+
+
+@implements(UNDIVIDED)
+def divide_to(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """In inference mode ``to`` arrives undivided: leave it to ``_to_copy`` above."""
     return func.decompose(*args, **kwargs)
 
@@ -366,6 +365,16 @@ def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     return self
 
 
+def stable_hash(weight: TorchAOBaseTensor, *operators: Any) -> str:
+    """A hash of the format of a weight's tensors, its attributes and the schemas of operators."""
+    names, attributes = weight.__tensor_flatten__()
+    planes = [(name, repr(_plane_format(getattr(weight, name)))) for name in names]
+    schemas = [operator._schema for operator in operators]
+    options = sorted(attributes.items(), key=str)
+    described = repr((type(weight).__name__, planes, options, schemas))
+    return hashlib.sha256(described.encode()).hexdigest()
+
+
 def _plane_format(plane: Tensor) -> tuple[Any, ...]:
     return plane.dtype, tuple(plane.shape), plane.stride(), plane.device
 
@@ -382,21 +391,22 @@ def _storage_format(tensor: NestedQuantTensor) -> dict[str, Any]:
 
 
 @NestedQuantTensor.implements_torch_function(Tensor.requires_grad_)
-def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def refuse_gradient(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """``requires_grad_`` of a weight that cannot have a gradient."""
     return _requires_grad_(*args, **(kwargs or {}))
 
 
-def _requires_grad_(self: NestedQuantTensor, requires_grad: bool = True) -> NestedQuantTensor:
+def _requires_grad_(self: Tensor, requires_grad: bool = True) -> Tensor:
     if requires_grad:
         raise ValueError(
-            "requires_grad must be False: the codes of a NestedQuantTensor are integers and have "
-            "no gradient. As a parameter: torch.nn.Parameter(weight, requires_grad=False)"
+            f"requires_grad must be False: the codes of a {type(self).__name__} are integers and "
+            "have no gradient. As a parameter: torch.nn.Parameter(weight, requires_grad=False)"
         )
     return self
 
 
 @NestedQuantTensor.implements_torch_function(Tensor.storage)
-def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def refuse_storage(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """What ``save_pretrained`` asks for where it does not know that a model is nested."""
     raise RuntimeError(
         "a nested weight has no storage of its own, only its planes have. To save a model that "

@@ -11,17 +11,39 @@ from nestq.argument_checks import check_int
 from nestq.reference import weights as reference
 
 GROUP_SIZES = (32, 64, 128)
+ACTIVATION_BITS = (4, 8, 16)
 MAX_OVERLAP = 16
 # Composed codes reach 128 times a scale that is 1/7 of the largest weight: float32 must hold that.
 MAX_MAGNITUDE = 2.0**120
 
 
-def check_options(group_size: int, overlap: int) -> None:
+def check_options(group_size: object, overlap: object) -> None:
     """Refuse options that the storage format cannot hold."""
     # 64.0 equals 64, but nothing can be reshaped by it.
     if not isinstance(group_size, int) or group_size not in GROUP_SIZES:
         raise ValueError(f"group_size must be one of {GROUP_SIZES}, got {group_size!r}")
     check_int("overlap", overlap, 1, MAX_OVERLAP)
+
+
+def check_four_bit_options(
+    group_size: int,
+    in_features: int,
+    draft_bits: int,
+    target_bits: int | None,
+    input_rotation: int,
+) -> None:
+    """Refuse options that a ``FourBitTensor`` cannot have, by name."""
+    check_options(group_size, 1)
+    for name, bits in (("draft_bits", draft_bits), ("target_bits", target_bits)):
+        if bits not in ACTIVATION_BITS and not (bits is None and name == "target_bits"):
+            raise ValueError(f"{name} must be one of {ACTIVATION_BITS}, got {bits!r}")
+    check_int("input_rotation", input_rotation, 0)
+    is_power = input_rotation & (input_rotation - 1) == 0
+    if input_rotation and (not is_power or input_rotation == 1 or in_features % input_rotation):
+        raise ValueError(
+            "input_rotation must be 0 or a power of two, at least 2, that divides the "
+            f"{in_features} input features, got {input_rotation}"
+        )
 
 
 def check_weight(weight: Tensor, name: str = "weight") -> None:

@@ -1,5 +1,6 @@
 """``TiledQuantTensor``: a nested weight in the order in which GPU kernels read it."""
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -57,7 +58,7 @@ class TiledQuantTensor(NestedQuantTensor):
         scale_dtype: torch.dtype,
         refinement: Tensor | None = None,
     ) -> Self:
-        _check_tiles(base, scale, unit, group_size, overlap, in_features, refinement)
+        check_tiles(base, scale, unit, group_size, overlap, in_features, refinement)
         check_float_dtype("hp_dtype", hp_dtype)
         check_float_dtype("scale_dtype", scale_dtype)
         self = torch.Tensor._make_wrapper_subclass(
@@ -125,7 +126,7 @@ class TiledQuantTensor(NestedQuantTensor):
         return self.canonical().dequantize(view, dtype)
 
 
-def _check_tiles(
+def check_tiles(
     base: Tensor,
     scale: Tensor,
     unit: Tensor,
@@ -134,6 +135,7 @@ def _check_tiles(
     in_features: int,
     refinement: Tensor | None,
 ) -> None:
+    """Refuse planes in tiles, scales and options that do not belong together, by name."""
     check_options(group_size, overlap)
     groups = -(-in_features // group_size)
     tiles, blocks = -(-unit.shape[0] // TILE_ROWS), -(-groups * group_size // BLOCK)
@@ -165,13 +167,26 @@ def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
             "TiledQuantTensor can be sliced along rows (dim 0) with step 1 only, "
             f"got dim {dim}, step {step}"
         )
-    rows = self.shape[0]
+    return row_view(func, args, kwargs, cut_at_tiles(self.shape[0], start, end))
+
+
+def cut_at_tiles(rows: int, start: int | None, end: int | None) -> Callable[[Tensor], Tensor]:
+    """What cuts rows out of the planes, scales and units of a weight in tiles.
+
+    Args:
+        rows: of the weight.
+        start: first row of the cut, as in a slice.
+        end: the one after its last row.
+
+    Raises:
+        NotImplementedError: a tile would be cut through.
+    """
     first, last, _ = slice(start, end).indices(rows)
     if last <= first:
         first = last = 0  # no row: it does not matter where
     if first % TILE_ROWS or (last % TILE_ROWS and last != rows):
         raise NotImplementedError(
-            f"rows of a TiledQuantTensor can be cut at multiples of {TILE_ROWS} only, "
+            f"rows of a weight in tiles can be cut at multiples of {TILE_ROWS} only, "
             f"got rows {first} to {last}"
         )
 
@@ -179,7 +194,7 @@ def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         unit = TILE_ROWS if tensor.dim() == 3 else 1
         return aten.slice.Tensor(tensor, 0, first // unit, -(-last // unit), 1)
 
-    return row_view(func, args, kwargs, cut)
+    return cut
 
 
 torch.serialization.add_safe_globals([TiledQuantTensor])

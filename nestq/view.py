@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from nestq.four_bit_tensor import FourBitTensor, four_bit_linear
 from nestq.reference.pointwise import same_bits_anywhere
 from nestq.tensor import NestedQuantTensor, linear_in_view
 
@@ -86,4 +87,6 @@ def _linear(view: View, input: Tensor, weight: Tensor, bias: Tensor | None = Non
     """Arguments have the names that ``F.linear`` gives them: callers may use them."""
     if isinstance(weight, NestedQuantTensor):
         return linear_in_view(input, weight, bias, view)
+    if isinstance(weight, FourBitTensor):
+        return four_bit_linear(input, weight, bias, view)
     return torch.ops.nestq.linear_16(input, weight, bias)

@@ -41,8 +41,13 @@ def traced(model: PreTrainedModel) -> Callable[..., Any]:
     """
 
     def forward(**inputs: Any) -> Any:
-        limits: Any = {"recompile_limit": TRACES, "accumulated_recompile_limit": TRACES}
-        with torch._dynamo.config.patch(**limits):
+        options: Any = {
+            "recompile_limit": TRACES,
+            "accumulated_recompile_limit": TRACES,
+            # A hook that comes or goes later is not missed.
+            "skip_nnmodule_hook_guards": False,
+        }
+        with torch._dynamo.config.patch(**options):
             return _traced_call(model, **inputs)
 
     return forward

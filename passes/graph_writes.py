@@ -48,6 +48,8 @@ def may_write(node: Node, tensor: Node | None = None) -> bool:
         )
     if target in _WRITING_OPERATORS or "out" in node.kwargs:
         return True
+    if getattr(target, "__module__", None) == "_operator":  # ``and_`` writes nothing
+        return False
     # A function of PyTorch that writes says so by its name or by an argument; of others, and of
     # those that call parts of the graph, nothing is known.
     module = getattr(target, "__module__", None) or "torch"

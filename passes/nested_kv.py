@@ -20,6 +20,7 @@ from nestq.passes.graph_nodes import (
 )
 from nestq.passes.graph_pass import GraphPass
 from nestq.passes.graph_writes import may_write
+from nestq.reference.hadamard import hadamard_block
 
 _LAST = (-1, 3)  # the last dimension of states [B, H, n, D]
 _PLANES = ("base", "refinement", "scale")
@@ -44,9 +45,13 @@ class NestedKV(GraphPass):
         )
         out = nested_attention(rotated, positions, *key_planes, *value_planes, scaling, ...)
 
+    Rotated queries and keys may both be transformed by ``hadamard`` besides, as for a cache that
+    stores keys so; then the last argument says so.
+
     The call stands right in front of attention. So nothing else may stand between the writes and
     attention, and nothing may be written after the rotations have read their inputs. Left alone are
-    layers that rotate only a part of a head, and rotated queries or keys with another user.
+    layers that rotate only a part of a head or transform one of a size that is no power of two,
+    and rotated queries or keys with another user.
     """
 
     name = "nested_kv"
@@ -65,19 +70,41 @@ def _rewrite(attention: Node) -> int:
     query, key = read["query"], operator_arguments(keys)["states"]
     if set(query.users) != {attention} or set(key.users) != {keys}:
         return 0
-    rotated_query, rotated_key = _rotation(query), _rotation(key)
+    transformed = calls_operator(query, "hadamard"), calls_operator(key, "hadamard")
+    if any(transformed) and not (all(transformed) and _whole_block(query)):
+        return 0
+    inner_query, inner_key = (_transformed(node) for node in (query, key))
+    if inner_query is None or inner_key is None:
+        return 0
+    rotated_query, rotated_key = _rotation(inner_query), _rotation(inner_key)
     if rotated_query is None or rotated_key is None:
         return 0
     arguments = _arguments(rotated_query, rotated_key, keys, values)
-    rotations = {*rotated_query.nodes, *rotated_key.nodes}
+    rotations = {query, key, *rotated_query.nodes, *rotated_key.nodes}
     if arguments is None or not _can_move(rotations, {keys, values}, attention):
         return 0
-    out = insert_call(attention, torch.ops.nestq.rotate_append, *arguments)
+    transform = (True,) if all(transformed) else ()
+    out = insert_call(attention, torch.ops.nestq.rotate_append, *arguments, *transform)
     attention.replace_input_with(query, out)
     for append in (keys, values):
         attention.graph.erase_node(append)
     erase_unused([query, key])
     return 1
+
+
+def _transformed(node: Node) -> Node | None:
+    """What a node transforms by ``hadamard``, the node if it does not; None if others read it."""
+    if not calls_operator(node, "hadamard"):
+        return node
+    inner = operator_arguments(node)["x"]
+    return inner if set(inner.users) == {node} else None
+
+
+def _whole_block(node: Node) -> bool:
+    """Whether a head is transformed as one vector, as the fused kernel does it."""
+    value = example(node)
+    size = None if value is None else value.shape[-1]
+    return isinstance(size, int) and hadamard_block(size) == size
 
 
 def _arguments(

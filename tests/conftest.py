@@ -4,6 +4,11 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
+
+# Timing is never a test: other work on the machine must not fail one.
+settings.register_profile("nestq", deadline=None)
+settings.load_profile("nestq")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -20,9 +20,9 @@ from nestq.calibration import (
     calibration_windows,
     evaluation_mode,
     fake_quantize,
-    int8_inputs,
     moved,
     replaced_forward,
+    rounded_inputs,
     sweep_layers,
 )
 from nestq.gptq import CalibrationError, Hessian
@@ -162,7 +162,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 def test_what_layers_see_is_what_the_model_computes(family: str, options: dict[str, Any]) -> None:
     model = small_models.build(family, **options)
     architecture = describe(model)
-    with torch.no_grad(), int8_inputs([linear for _, linear in architecture.named_linears()]):
+    with torch.no_grad(), rounded_inputs([linear for _, linear in architecture.named_linears()]):
         expected = model.model(small_models.tokens(model, 4, 24)).last_hidden_state
     inputs = sweep(model, leave)
     with torch.no_grad():
@@ -194,7 +194,7 @@ def test_every_group_is_shown_once_with_its_inputs(model: PreTrainedModel) -> No
         )
         for name, linear in named.items()
     ]
-    with torch.no_grad(), int8_inputs(list(named.values())):
+    with torch.no_grad(), rounded_inputs(list(named.values())):
         model(small_models.tokens(model, 4, 24))
     for hook in hooks:
         hook.remove()

@@ -27,9 +27,9 @@ def decode(model: PreTrainedModel, tokens: Tensor, pads: list[int]) -> Tensor:
     batch, width = tokens.shape
     columns = width + NEW
     cache = DenseKVCache(model.config, columns + 1, batch, dtype=model.dtype)
-    state: DecodingState = DecodingState(cache, columns + 1, 0, 0)  # type: ignore[arg-type]
+    state: DecodingState = DecodingState(cache, columns + 1, 0, 0)
     state.begin(tokens, torch.tensor(pads)[:, None], columns, 0, [])
-    forward = NestedForward(model, model, cache, state.pads)  # type: ignore[arg-type]
+    forward = NestedForward(model, model, cache, state.pads)
     selection = GreedySelection(ProcessedScores(LogitsProcessorList(), model.device))
     one_round = Round(forward, state, 0, selection, lambda _: nullcontext())
     with nested_attention_implementation(model):
@@ -74,7 +74,7 @@ def test_it_is_used_at_positions_only() -> None:
         cache.at(positions.int()),
     ):
         pass
-    with pytest.raises(ValueError, match="max_length must be an int of at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_length must be an int >= 1, got 0"):
         DenseKVCache(model.config, 0)
 
 
@@ -98,6 +98,6 @@ def test_a_compiled_model_gives_the_same_logits() -> None:
     with nested_attention_implementation(model):
         for forward in (model, compiled):
             cache = DenseKVCache(model.config, 8, dtype=torch.float32)
-            call = NestedForward(model, forward, cache, pads)  # type: ignore[arg-type]
+            call = NestedForward(model, forward, cache, pads)
             logits.append(call("target", tokens, positions))
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)

@@ -21,7 +21,7 @@ def attention_arguments(refinement: bool, strided: bool, dtype: torch.dtype) -> 
         keys[1] = values[1] = None
     query = random(2, 3, 4, 16).transpose(1, 2) if strided else random(2, 4, 3, 16)
     positions = torch.tensor([[6, 7, 8], [-1, 0, 1]])
-    return query.to(dtype), positions, *keys, *values, 0.25, 5, 2
+    return query.to(dtype), positions, *keys, *values, 0.25, 5, 2, 1, 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,6 +68,15 @@ def test_rotate_append_is_a_sound_operator(dtype: torch.dtype) -> None:
     arguments = tuple(rotate_append_arguments(dtype))
 
     torch.library.opcheck(torch.ops.nestq.rotate_append.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strided", [False, True])
+def test_hadamard_is_a_sound_operator(strided: bool, dtype: torch.dtype) -> None:
+    x = random(2, 3, 4, 80).to(dtype)
+    x = x.transpose(1, 2) if strided else x
+
+    torch.library.opcheck(torch.ops.nestq.hadamard.default, (x,))
 
 
 @torch.no_grad()

@@ -73,6 +73,39 @@ def test_rounds_with_different_numbers_of_draft_tokens() -> None:
     assert replace(same, drafted_per_position=[10, 10]).summary() == same.summary()
 
 
+def test_the_total_of_calls_has_the_rates_of_all_rounds() -> None:
+    first = replace(metrics([8, 6], 10, tokens=20), lookups=2, host_seconds=0.25)
+    second = replace(metrics([3, 1], 30, tokens=12), drafted_per_position=[20, 5])
+    total = DecodingMetrics.total([first, second])
+    assert (total.gamma, total.batch, total.rounds, total.verifications) == (2, 4, 40, 14)
+    assert total.accepted_per_position == [11, 7]
+    assert total.drafts == [30, 15]
+    assert (total.lookups, total.tokens) == (2, 32)
+    assert total.acceptance_per_position == [11 / 30, 7 / 15]
+    assert total.tokens_per_round == 1 + 18 / 40
+    assert (total.prefill_seconds, total.draft_seconds) == (1.0, 4.0)
+    assert (total.verification_seconds, total.host_seconds) == (2.0, 0.25)
+    assert total.tokens_per_second == 32 / 8
+    assert DecodingMetrics.total([first]).to_dict() == {
+        **first.to_dict(),
+        "drafted_per_position": [10, 10],
+    }
+
+
+def test_the_total_of_calls_of_different_kinds() -> None:
+    graph = replace(metrics([5], 10), in_graph=True, draft_seconds=None, verification_seconds=None)
+    total = DecodingMetrics.total([metrics([8, 6, 1], 10), graph])
+    assert total.gamma is None
+    assert total.accepted_per_position == [13, 6, 1]
+    assert total.drafts == [20, 10, 10]
+    assert total.in_graph
+    assert (total.draft_seconds, total.verification_seconds) == (None, None)
+    assert "several; draft tokens in rounds: 1 in 10, 3 in 10" in total.summary()
+    assert "CUDA graphs" in total.summary()
+    with pytest.raises(ValueError, match="results must hold the metrics of at least one call"):
+        DecodingMetrics.total([])
+
+
 def test_json_holds_counts_and_rates() -> None:
     result = metrics([8, 6], rounds=10)
     values = json.loads(json.dumps(result.to_dict()))
@@ -94,21 +127,26 @@ def test_summary_has_units() -> None:
     assert summary["per position"] == "0.800 0.600"
     assert summary["accepted"] == "14 of 20 draft tokens"
     assert summary["draft"] == "2.000 s"
+    assert summary["host"] == "0.000 s"
     assert summary["other"] == "0.500 s"
     assert len({len(line) - len(line.split("  ")[-1].strip()) for line in lines}) == 1
 
 
 def test_stopwatch_adds_up_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 1.5, 2.0, 4.0, 5.0, 5.25, 10.0])
+    clock = iter([0.0, 1.0, 1.5, 2.0, 4.0, 5.0, 5.25, 6.0, 6.5, 7.0, 7.25, 10.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     watch = Stopwatch(torch.device("cpu"))
     for phase in ("prefill", "draft", "draft"):
         with watch(phase):
             pass
+    for _ in range(2):
+        with watch.on_host():
+            pass
     assert watch.seconds() == {
         "prefill_seconds": 0.5,
         "draft_seconds": 2.25,
         "verification_seconds": 0.0,
+        "host_seconds": 0.75,
         "total_seconds": 10.0,
     }
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import four_bit_models
 import pytest
 import small_models
 import torch
@@ -234,3 +235,12 @@ def test_a_compiled_model_is_placed() -> None:
     model = nest_(small_models.build("llama-gqa"))
     assert place_side_by_side_(torch.compile(model)) == 4
     assert all(are_side_by_side(linears) for linears in groups(model))
+
+
+@pytest.mark.parametrize(("name", "moved"), [("w4a8", 4), ("quantspec", 0), ("qspec", 0)])
+def test_weights_of_4_bits_move_where_their_activations_are_int8(name: str, moved: int) -> None:
+    model = four_bit_models.quantized(name)
+    expected = four_bit_models.logits(model, "draft")
+    assert place_side_by_side_(model) == moved
+    assert place_side_by_side_(model) == 0
+    assert torch.equal(four_bit_models.logits(model, "draft"), expected)

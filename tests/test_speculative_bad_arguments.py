@@ -91,7 +91,10 @@ BAD: dict[str, tuple[Any, str]] = {
         {"attention_mask": torch.full((2, 6), NAN)},
         "attention_mask must hold 0 and 1 only",
     ),
-    "model that is not nested": (dense, "model must have nested weights, and Llama.* has none"),
+    "draft that is the target": (
+        dense,
+        "gamma must be 0 for Llama.* with kv='16/16', got 4: its draft would be the target itself",
+    ),
     "model on the meta device": (on_meta, "model must hold numbers, and LlamaForCausalLM is on"),
     "model on two devices": (
         partly_on_meta,
@@ -115,7 +118,7 @@ def test_bad_arguments(bad: Any, message: str) -> None:
     [
         *("gamma -1", "gamma 1.5", "gamma x", "minimum -2", "time -1", "time nan"),
         *("prompt beyond the context", "id beyond the vocabulary", "id below 0"),
-        *("mask of another shape", "model that is not nested", "model on two devices"),
+        *("mask of another shape", "draft that is the target", "model on two devices"),
     ],
 )
 def test_bad_arguments_of_the_loop(name: str) -> None:

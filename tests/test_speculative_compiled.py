@@ -58,6 +58,19 @@ def test_every_forward_pass_is_a_compiled_call() -> None:
     assert backend.calls == calls
 
 
+@pytest.mark.parametrize("kv", ["16/16+streaming(2,4)", "kv4/kv8+snapkv(34)", "16/16+snapkv(34)"])
+def test_sparse_drafts_are_compiled(kv: str) -> None:
+    model = copy.deepcopy(nested_model())
+    tokens, mask = padded_prompts(model, [0, 3], 40)
+    options: dict[str, Any] = {"attention_mask": mask, "kv": kv, "max_new_tokens": 6}
+    eager = run(model, tokens, gamma=3, **options)
+    backend = CountingBackend("eager")
+    output = run(torch.compile(model, backend=backend, fullgraph=True), tokens, 3, **options)
+    assert torch.equal(output.sequences, eager.sequences)
+    assert output.metrics.accepted_per_position == eager.metrics.accepted_per_position
+    assert backend.graphs == 3
+
+
 def test_a_model_compiled_in_place() -> None:
     model = copy.deepcopy(nested_model())
     tokens = small_models.tokens(model, 1, 9)

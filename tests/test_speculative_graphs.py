@@ -8,15 +8,18 @@ import pytest
 import small_models
 import torch
 from speculative_runs import cache_of, nested_model, padded_prompts, run
+from test_speculative_stopping import letters_tokenizer
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from nestq import release_graphs
 from nestq.kv_cache import cache_keyword
 from nestq.kv_policy import KVPolicy
-from nestq.speculative import graphs, requests
-from nestq.speculative.graphs import Shape, addresses, captured_decoding, round_up_columns
+from nestq.speculative import generate, graphs, requests
+from nestq.speculative.graph_key import model_key, settings_key
+from nestq.speculative.graphs import Shape, captured_decoding, round_up_columns, with_room
 from nestq.speculative.round_kinds import kinds_of
+from nestq.speculative.sampling import SampledSelection
 from nestq.speculative.scores import ProcessedScores
 from nestq.speculative.selection import GreedySelection
 
@@ -26,7 +29,8 @@ GREEDY = GreedySelection(ProcessedScores(LogitsProcessorList(), torch.device("cp
 
 def shape_of(model: PreTrainedModel, columns: int = 64) -> Shape:
     kinds = kinds_of(2, 0)
-    return Shape(1, columns, kinds, 4, KVPolicy("kv8"), addresses(model), GREEDY.key)
+    keys = model_key(model), settings_key()
+    return Shape(1, columns, kinds, 4, KVPolicy("kv8"), *keys, GREEDY.key)
 
 
 def state_of(model: PreTrainedModel, shape: Shape, fail: bool = False, forward: Any = None) -> int:
@@ -96,7 +100,7 @@ def test_another_forward_gets_another_state() -> None:
     assert state_of(model, shape_of(model)) != first
 
 
-def test_few_shapes_are_kept_and_none_whose_weights_moved() -> None:
+def test_few_shapes_are_kept_and_none_of_a_model_that_has_changed() -> None:
     model = copy.deepcopy(nested_model())
     for columns in (64, 128, 192, 256):
         state_of(model, shape_of(model, columns))
@@ -104,6 +108,107 @@ def test_few_shapes_are_kept_and_none_whose_weights_moved() -> None:
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone(), requires_grad=False)
     state_of(model, shape_of(model, 64))
     assert [entry.shape.columns for entry in graphs._kept[model]] == [64]
+
+
+def out_of_memory_once(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> list[str]:
+    """Let a function run out of memory where it is called first; what was kept when it was."""
+    right = getattr(place, name)
+    kept: list[str] = []
+
+    def short(*arguments: Any, **keywords: Any) -> Any:
+        kept.append(f"{sum(map(len, graphs._kept.values()))} kept")
+        if len(kept) == 1:
+            if name != "verify":  # then the round's drafts are left behind
+                right(*arguments, **keywords)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return right(*arguments, **keywords)
+
+    monkeypatch.setattr(place, name, short)
+    return kept
+
+
+@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize(
+    ("where", "do_sample"), [("allocation", False), ("capture", True), ("prefill", True)]
+)
+def test_kept_states_go_where_memory_runs_out(
+    where: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs._kept.clear()
+    small, large = (copy.deepcopy(nested_model()) for _ in range(2))
+    tokens = small_models.tokens(small, 2, 9)
+    options = {"do_sample": do_sample, "seed": 1}
+    expected = run(large, tokens, 3, cuda_graph=False, **options).sequences
+    run(small, tokens[:1], 3)
+    run(small, tokens[:1], 2)
+    places = {
+        "allocation": (graphs, "new_cache"),
+        "capture": (SampledSelection, "verify"),
+        "prefill": (generate, "prefill"),
+    }
+    kept = out_of_memory_once(monkeypatch, *places[where])
+    output = run(large, tokens, 3, **options)
+    assert output.metrics.in_graph
+    assert torch.equal(output.sequences, expected)
+    assert kept[:2] == ["2 kept", "0 kept"]
+    assert "released 2 decoding state(s)" in caplog.text
+    del output
+    # The state of the call itself is kept.
+    assert [len(graphs._kept[model]) for model in (small, large)] == [0, 1]
+
+
+def test_memory_that_runs_out_without_kept_states_is_the_callers() -> None:
+    graphs._kept.clear()
+    calls = []
+
+    def short() -> None:
+        calls.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        with_room(short)
+    assert len(calls) == 1
+    model = copy.deepcopy(nested_model())
+    state_of(model, shape_of(model))
+    with pytest.raises(torch.OutOfMemoryError):
+        with_room(short)
+    assert len(calls) == 3
+
+
+@pytest.mark.usefixtures("fake_graphs")
+def test_rounds_follow_what_is_done_to_the_model() -> None:
+    model = copy.deepcopy(nested_model())
+    tokens = small_models.tokens(model, 1, 9)
+    run(model, tokens, 2)
+
+    def negated(module: Any, inputs: Any, output: Any) -> Any:
+        return -output
+
+    handle = model.lm_head.register_forward_hook(negated)
+    expected = run(model, tokens, 2, cuda_graph=False).sequences
+    assert torch.equal(run(model, tokens, 2).sequences, expected)
+    assert [entry.shape.model for entry in graphs._kept[model]] == [model_key(model)]
+    handle.remove()
+    assert not torch.equal(run(model, tokens, 2).sequences, expected)
+
+
+@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize("gamma", [0, 3, "auto"])
+def test_the_host_ends_rows_while_a_round_is_under_way(gamma: Any) -> None:
+    model = copy.deepcopy(nested_model())
+    tokenizer = letters_tokenizer(97)
+    tokens, mask = padded_prompts(model, [0, 2, 5], 12)
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 24, "max_time": 1000.0}
+    whole = run(model, tokens, 0, cuda_graph=False, **options).sequences
+    for row, column in ((0, 14), (1, 20), (2, 17)):
+        stop = tokenizer.decode(whole[row, column : column + 2])
+        stops = {"stop_strings": stop, "tokenizer": tokenizer}
+        expected = run(model, tokens, 0, cuda_graph=False, **options, **stops)
+        output = run(model, tokens, gamma, **options, **stops)
+        assert output.metrics.in_graph
+        assert torch.equal(output.sequences, expected.sequences)
+        assert output.metrics.tokens == expected.metrics.tokens
+        assert torch.equal(cache_of(output).lengths, cache_of(expected).lengths)
 
 
 def test_what_is_kept_goes_with_the_model() -> None:
@@ -338,6 +443,7 @@ def test_streams_caches_and_stops_of_graphs() -> None:
         {},
         *({"do_sample": True} | o for o in SAMPLING.values()),
         {"gamma": "auto", "prompt_lookup": 8},
+        {"max_time": 1000.0},
     ],
 )
 def test_the_host_waits_for_nothing_but_reports(options: dict[str, Any]) -> None:
@@ -345,8 +451,6 @@ def test_the_host_waits_for_nothing_but_reports(options: dict[str, Any]) -> None
     tokens = small_models.tokens(model, 1, 12).cuda()
     options = {"gamma": 3, **options}
     run(model, tokens, **options)
-    from nestq.speculative import generate
-
     inner = generate.complete
 
     def strict(*args: Any) -> int:

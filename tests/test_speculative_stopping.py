@@ -12,13 +12,16 @@ from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
+    MaxTimeCriteria,
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 
 from nestq.kv_cache import NestedKVCache
 from nestq.speculative import speculative_generate
+from nestq.speculative.loop import ColumnStream, Transcript, take
 from nestq.speculative.state import DecodingState
 from nestq.speculative.stopping import Stopping
 
@@ -180,3 +183,45 @@ def test_max_time_ends_all_rows(seconds: float) -> None:
     expected = run(model, tokens, gamma=0, attention_mask=mask).sequences
     new = 1 if seconds == 0 else expected.shape[1] - 9
     assert torch.equal(output.sequences, expected[:, : 9 + new])
+
+
+@pytest.mark.parametrize("stop", ["c", "bc", "d"])
+def test_stop_strings_and_max_time_are_looked_for_in_the_hosts_ids(stop: str) -> None:
+    criteria = StoppingCriteriaList(
+        [
+            MaxLengthCriteria(9),
+            StopStringCriteria(letters_tokenizer(26), stop),
+            MaxTimeCriteria(1000.0),
+        ]
+    )
+    stopping = Stopping(criteria)
+    assert stopping.on_host
+    tokens = torch.tensor([[7, 8], [8, 7]])
+    ended: list[tuple[int, int]] = []
+    state: Any = type("NoIds", (), {"end_row": lambda self, *at: ended.append(at)})()
+    transcript = Transcript(tokens, torch.zeros(2, dtype=torch.int64), 9, PAD)
+    # Four tokens for each row: tokens kept, whether the row is finished, the tokens.
+    report = torch.tensor([[4, 0, 0, 1, 2, 0], [4, 0, 4, 4, 4, -2]])
+    if stop != "d":  # the undefined token is not reached
+        report[1, 5] = 4
+        take(report, state, transcript, stopping, ColumnStream(None, 2))
+        assert ended == [(0, 4)]
+        assert transcript.finished.tolist() == [True, False]
+        assert transcript.sequences().tolist()[0] == [7, 8, 0, 1, 2, PAD]
+    else:
+        with pytest.raises(ValueError, match=r"no token can be chosen.* row\(s\) 1"):
+            take(report, state, transcript, stopping, ColumnStream(None, 2))
+    # A round that was under way when the host ended a row gives it nothing.
+    if ended:
+        report = torch.tensor([[3, 1, 5, 5, 5, 0], [1, 0, 6, 0, 0, 0]])
+        take(report, state, transcript, stopping, ColumnStream(None, 2))
+        assert transcript.sequences().tolist() == [
+            [7, 8, 0, 1, 2, PAD, PAD],
+            [8, 7, 4, 4, 4, 4, 6],
+        ]
+        assert transcript.finished.tolist() == [True, False]
+
+
+def test_criteria_of_the_user_are_given_ids_on_the_device() -> None:
+    criteria = StoppingCriteriaList([MaxLengthCriteria(9), MaxTimeCriteria(1.0), EndsAt(3)])
+    assert not Stopping(criteria).on_host

@@ -21,12 +21,14 @@ class Acceptance:
         gamma: draft tokens a round.
         slot: accepted draft tokens / all draft tokens.
         per_token: for a synthetic one, probability of accepting a draft token after accepted ones.
+        context: for a measured one, mean tokens before a draft token, about.
     """
 
     kind: Literal["measured", "synthetic"]
     gamma: int
     slot: float
     per_token: float | None = None
+    context: int | None = None
 
     @classmethod
     def synthetic(cls, slot: float, gamma: int) -> "Acceptance":
@@ -39,9 +41,10 @@ class Acceptance:
         return 1 + self.gamma * self.slot
 
     def __str__(self) -> str:
-        if self.per_token is None:
-            return f"{self.kind} {self.slot:.4f}"
-        return f"{self.kind} {self.slot:g} ({self.per_token:.4f} a token)"
+        if self.per_token is not None:
+            return f"{self.kind} {self.slot:g} ({self.per_token:.4f} a token)"
+        where = "" if self.context is None else f" at {self.context} tokens"
+        return f"{self.kind} {self.slot:.4f}{where}"
 
 
 def check_slot_acceptance(slot: float) -> None:

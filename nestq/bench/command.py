@@ -111,8 +111,11 @@ def run(options: argparse.Namespace, console: Console) -> None:
     for gamma in options.gammas:
         check_gamma(gamma)
     for policy in options.kv:
-        if KVPolicy.parse(policy).kind == "quantspec":
-            raise ValueError("--kv must be a policy of nested planes here, got quantspec")
+        parsed = KVPolicy.parse(policy)
+        if parsed.kind in ("quantspec", "dense") or parsed.sparse is not None:
+            raise ValueError(
+                f"--kv must be a policy of nested planes without sparse drafts here, got {policy}"
+            )
     if options.json:
         check_output("--json", options.json)
     if options.plot:

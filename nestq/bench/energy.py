@@ -9,8 +9,12 @@ import torch
 
 from nestq.bench.timing import Call
 
-# The driver brings its counter up to date some ten times a second.
+# Time between two steps of the counter at least, and time to wait for one at most.
 MEASURED_SECONDS = 2.0
+PATIENCE_SECONDS = 2.0
+# Time of the calls between two looks at the counter, which the driver brings up to date some ten
+# times a second.
+LOOK_MILLISECONDS = 5.0
 
 
 class EnergyMeter:
@@ -47,24 +51,39 @@ class EnergyMeter:
         return None
 
     def joules_per_call(self, call: Call, milliseconds: float) -> float | None:
-        """Mean energy of a call that takes about so long; None where it cannot be measured."""
+        """Mean energy of a call that takes about so long; None where it cannot be measured.
+
+        The counter goes in steps: what counts are the calls between one of its steps and another.
+        """
         if self.obstacle is not None:
             return None
-        count = max(1, round(1000 * MEASURED_SECONDS / milliseconds))
-        torch.cuda.synchronize(self.device)
-        start = self._settled_joules()
-        for _ in range(count):
-            call()
-        torch.cuda.synchronize(self.device)
-        return (self._joules() - start) / count
+        count = max(1, round(LOOK_MILLISECONDS / milliseconds))
+        start = self._calls_to_a_step(call, count, 0.0)
+        end = None if start is None else self._calls_to_a_step(call, count, MEASURED_SECONDS)
+        if start is None or end is None:
+            return None
+        return (end[1] - start[1]) / end[0]
 
-    def _settled_joules(self) -> float:
-        """The counter just after it has changed."""
-        first = self._joules()
-        end = time.monotonic() + 1
-        while (now := self._joules()) == first and time.monotonic() < end:
-            time.sleep(0.001)
-        return now
+    def _calls_to_a_step(
+        self, call: Call, count: int, least_seconds: float
+    ) -> tuple[int, float] | None:
+        """Make calls until the counter changes, and so much time has passed.
+
+        Returns:
+            Calls that were made, and the counter; None if it does not change.
+        """
+        calls, begin = 0, time.monotonic()
+        before = self._joules()
+        while (passed := time.monotonic() - begin) < least_seconds + PATIENCE_SECONDS:
+            for _ in range(count):
+                call()
+            torch.cuda.synchronize(self.device)
+            calls += count
+            now = self._joules()
+            if now != before and passed >= least_seconds:
+                return calls, now
+            before = now
+        return None
 
     def _joules(self) -> float:
         return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1000

@@ -12,12 +12,12 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from nestq.attention import nested_attention_implementation
 from nestq.bench.acceptance import Acceptance, SyntheticSelection
-from nestq.bench.bytes_read import dense_kv_bytes, nested_kv_bytes, weight_bytes
+from nestq.bench.bytes_read import cache_tensors, kv_bytes, weight_bytes
 from nestq.bench.energy import EnergyMeter
 from nestq.bench.timing import captured, milliseconds
-from nestq.dense_kv_cache import DenseKVCache
 from nestq.kv_cache import NestedKVCache
-from nestq.kv_policy import WHOLE, KVPolicy
+from nestq.kv_caches import new_cache
+from nestq.kv_policy import KVPolicy
 from nestq.speculative.requests import MAX_GAMMA
 from nestq.speculative.round import NestedForward, Round
 from nestq.speculative.scores import ProcessedScores
@@ -56,8 +56,9 @@ class Case:
 
     @property
     def policy(self) -> KVPolicy:
-        """Of the nested cache."""
-        return KVPolicy.parse(self.kv or "kv8/kv8")
+        """Of the cache."""
+        default = "16/16" if self.system == "16-bit" else "kv8/kv8"
+        return KVPolicy.parse(self.kv or default)
 
     @property
     def view(self) -> View:
@@ -257,12 +258,7 @@ def measure(
 def step_bytes(model: PreTrainedModel, case: Case, view: View, tokens: int) -> int:
     """Bytes that a forward pass of ``tokens`` tokens a row must read at a case's context."""
     config = model.config.get_text_config(decoder=True)
-    keys = case.context + tokens
-    if case.system == "16-bit":
-        kv = dense_kv_bytes(config, keys, case.batch, model.dtype)
-    else:
-        read = case.policy.read(view, case.context) if view == "draft" else WHOLE
-        kv = nested_kv_bytes(config, keys, case.batch, read)
+    kv = kv_bytes(config, case.policy, view, case.context, tokens, case.batch, model.dtype)
     return weight_bytes(model, view) + kv
 
 
@@ -279,19 +275,14 @@ def _decoding_state(model: PreTrainedModel, case: Case) -> DecodingState:
     device, batch = model.device, case.batch
     columns = case.context + 2 * (MAX_GAMMA + 1) + 1
     columns += -columns % CAPACITY_STEP
-    cache: Any
-    if case.system == "16-bit":
-        cache = DenseKVCache(config, columns, batch, device, model.dtype)
-        for layer in cache.layers:
-            layer.keys.normal_()
-            layer.values.normal_()
-    else:
-        cache = NestedKVCache(config, columns, batch, device, case.policy)
-        for layer in cache.layers:
-            for planes in (layer.key_planes, layer.value_planes):
-                planes.base.random_(0, 256)
-                planes.refinement.random_(0, 256)
-                planes.scale.uniform_(0.1, 0.3)  # codes of the base go up to 7
+    cache = new_cache(case.policy, config, columns, batch, device, model.dtype)
+    for tensor in cache_tensors(cache):
+        if tensor.dtype == torch.uint8:
+            tensor.random_(0, 256)
+        elif tensor.dtype == torch.float32:
+            tensor.uniform_(0.1, 0.3)  # a scale: codes of the base go up to 7
+        elif tensor.is_floating_point():
+            tensor.normal_()
     state = DecodingState(cache, columns, case.gamma, ENDS)
     pads = torch.zeros(batch, 1, dtype=torch.int64, device=device)
     state.begin(_random_tokens(model, batch, case.context + 1), pads, columns - case.gamma, 0, [])

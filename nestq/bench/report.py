@@ -188,6 +188,18 @@ def _speed_table(results: Results, title: str, some: Sequence[Measurement]) -> T
             "peak\nGB",
         ),
     )
+    elsewhere = {
+        one.acceptance.context
+        for one in some
+        if one.acceptance is not None and one.acceptance.context is not None
+    }
+    if elsewhere:
+        contexts = " or ".join(map(str, sorted(elsewhere)))
+        table.caption = (
+            f"Acceptance was measured in answers to prompts, with {contexts} tokens before a draft "
+            f"token on average, times at {some[0].case.context}: tokens/s holds as far as "
+            "acceptance is the same there."
+        )
     for one in some:
         table.add_row(
             name_of(one.case),

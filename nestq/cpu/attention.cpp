@@ -93,7 +93,7 @@ struct Entries {
 };
 
 struct Shape {
-  int64_t batch, kv_heads, rows, tokens, head_dim, capacity, used, window, recent;
+  int64_t batch, kv_heads, rows, tokens, head_dim, capacity, used, window, recent, sink, local;
 
   Entries entries(
       int64_t head, const uint8_t* base, const uint8_t* refinement, const float* scale) const {
@@ -110,8 +110,16 @@ struct Shape {
     return result;
   }
 
-  bool visible(int64_t distance) const {
-    return distance >= 0 && (window == 0 || distance < window);
+  bool visible(int64_t position, int64_t slot) const {
+    const int64_t distance = position - slot;
+    return distance >= 0 && (window == 0 || distance < window) &&
+           (local == 0 || distance < local || slot < sink);
+  }
+
+  // Slots from sink to the result are seen by no row.
+  int64_t end_of_hole(const std::vector<int64_t>& positions) const {
+    if (local == 0) return 0;
+    return *std::min_element(positions.begin(), positions.end()) - local + 1;
   }
 };
 
@@ -162,13 +170,14 @@ void scores_of_head(
     fixed_point(query + r * dim, largest, kQuerySteps, dim, codes.data() + r * padded);
     factor[r] = largest * (scaling / (kOverlap * kQuerySteps));
   }
+  const int64_t end_of_hole = shape.end_of_hole(position);
   for (int64_t j = 0; j < used; ++j) {
-    keys.unpack(j, old_key.data(), recent_key.data());
+    const bool in_hole = j >= shape.sink && j < end_of_hole;
+    if (!in_hole) keys.unpack(j, old_key.data(), recent_key.data());
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t distance = position[r] - j;
       double score = -std::numeric_limits<double>::infinity();
-      if (shape.visible(distance)) {
-        const double* key = keys.seen_by(distance, old_key.data(), recent_key.data());
+      if (shape.visible(position[r], j)) {
+        const double* key = keys.seen_by(position[r] - j, old_key.data(), recent_key.data());
         score = dot(codes.data() + r * padded, key, padded) * factor[r] * keys.scale[j];
       }
       scores[r * used + j] = score;
@@ -199,7 +208,7 @@ Softmax scale_weights(
   }
   // The value's scale varies along the sum, so it goes into the weight before that is rounded.
   for (int64_t j = 0; j < shape.used; ++j) {
-    weights[j] = shape.visible(position - j) ? weights[j] * scale[j] : 0.0;
+    weights[j] = shape.visible(position, j) ? weights[j] * scale[j] : 0.0;
   }
   const double largest = largest_of(weights, shape.used);
   fixed_point(weights, largest, kWeightSteps, shape.used, weights);
@@ -220,12 +229,14 @@ void sums_of_head(
   std::vector<double> block(rows * padded);
   const double* seen[kKeyTile];
   std::fill(out, out + rows * dim, 0.0);
+  const int64_t end_of_hole = shape.end_of_hole(position);
   for (int64_t start = 0; start < used; start += kKeyTile) {
     const int64_t count = std::min(kKeyTile, used - start);
-    for (int64_t j = 0; j < count; ++j) {
+    const bool in_hole = start >= shape.sink && start + count <= end_of_hole;
+    for (int64_t j = 0; j < count && !in_hole; ++j) {
       values.unpack(start + j, &old_values[j * padded], &recent_values[j * padded]);
     }
-    for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t r = 0; r < rows && !in_hole; ++r) {
       for (int64_t j = 0; j < count; ++j) {
         seen[j] = values.seen_by(
             position[r] - start - j, &old_values[j * padded], &recent_values[j * padded]);
@@ -259,10 +270,11 @@ void sums_of_head(
 // head of the cache, times tokens.
 extern "C" void nestq_attention_scores(
     int64_t batch, int64_t kv_heads, int64_t rows, int64_t tokens, int64_t head_dim,
-    int64_t capacity, int64_t used, int64_t window, int64_t recent, const int64_t* positions,
-    const uint8_t* base, const uint8_t* refinement, const float* scale, const double* query,
-    double scaling, double* scores, int64_t threads) {
-  const Shape shape{batch, kv_heads, rows, tokens, head_dim, capacity, used, window, recent};
+    int64_t capacity, int64_t used, int64_t window, int64_t recent, int64_t sink, int64_t local,
+    const int64_t* positions, const uint8_t* base, const uint8_t* refinement, const float* scale,
+    const double* query, double scaling, double* scores, int64_t threads) {
+  const Shape shape{
+      batch, kv_heads, rows, tokens, head_dim, capacity, used, window, recent, sink, local};
 #pragma omp parallel for num_threads(static_cast<int>(threads)) if (threads > 1) schedule(static)
   for (int64_t head = 0; head < batch * kv_heads; ++head) {
     scores_of_head(
@@ -274,10 +286,11 @@ extern "C" void nestq_attention_scores(
 // Values summed by weights, the exponential functions of the scores, which are overwritten.
 extern "C" void nestq_attention_sums(
     int64_t batch, int64_t kv_heads, int64_t rows, int64_t tokens, int64_t head_dim,
-    int64_t capacity, int64_t used, int64_t window, int64_t recent, const int64_t* positions,
-    const uint8_t* base, const uint8_t* refinement, const float* scale, double* weights,
-    double* out, int64_t threads) {
-  const Shape shape{batch, kv_heads, rows, tokens, head_dim, capacity, used, window, recent};
+    int64_t capacity, int64_t used, int64_t window, int64_t recent, int64_t sink, int64_t local,
+    const int64_t* positions, const uint8_t* base, const uint8_t* refinement, const float* scale,
+    double* weights, double* out, int64_t threads) {
+  const Shape shape{
+      batch, kv_heads, rows, tokens, head_dim, capacity, used, window, recent, sink, local};
 #pragma omp parallel for num_threads(static_cast<int>(threads)) if (threads > 1) schedule(static)
   for (int64_t head = 0; head < batch * kv_heads; ++head) {
     sums_of_head(

@@ -37,6 +37,8 @@ def nested_attention(
     scaling: float,
     sliding_window: int,
     recent: int,
+    sink: int = 0,
+    local: int = 0,
 ) -> Tensor:
     """What :func:`nestq.reference.attention.nested_attention` computes, bit for bit.
 
@@ -53,6 +55,8 @@ def nested_attention(
         scaling: as there.
         sliding_window: as there.
         recent: as there.
+        sink: as there.
+        local: as there.
 
     Raises:
         ValueError: shapes do not fit, D is above 512, or a position is not below S.
@@ -66,7 +70,7 @@ def nested_attention(
     rows = query.double().reshape(batch, kv_heads, -1, head_dim).contiguous()
     positions = positions.contiguous()
     sizes = (batch, kv_heads, rows.shape[2], tokens, head_dim, capacity, used)
-    shape = (*sizes, sliding_window, recent)
+    shape = (*sizes, sliding_window, recent, sink, local)
     threads = threads_for(rows.numel() * used)
     scores = torch.empty(*rows.shape[:3], used, dtype=torch.float64)
     library.nestq_attention_scores(

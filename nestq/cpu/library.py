@@ -31,10 +31,12 @@ FLAGS = (
 )
 # Arguments of each function: pointers, int64, double.
 SIGNATURES = {
-    "nestq_linear": "piipppipiiiipi",
+    "nestq_dequantize": "ppiiiiipi",
+    "nestq_linear": "piipppipiiiiidpi",
     "nestq_kv_append": "ppiiiiippp",
-    "nestq_attention_scores": "iiiiiiiiipppppdpi",
-    "nestq_attention_sums": "iiiiiiiiippppppi",
+    "nestq_hadamard": "piid",
+    "nestq_attention_scores": "iiiiiiiiiiipppppdpi",
+    "nestq_attention_sums": "iiiiiiiiiiippppppi",
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
 # Less is not worth waking a second thread for: some microseconds of work.

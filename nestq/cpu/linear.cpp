@@ -30,6 +30,12 @@ uint32_t to_bits(float value) {
   return bits;
 }
 
+// Of activation codes: the largest one, and the share of the largest magnitude it stands for.
+struct Levels {
+  float largest;
+  float share;
+};
+
 struct Activation {
   std::vector<int8_t> codes;   // [tokens, groups * group_size]
   std::vector<int32_t> sums;   // of the codes of a group, [tokens, groups]
@@ -37,24 +43,25 @@ struct Activation {
 };
 
 // quantize_activation of one token; columns from `features` on stay zero.
-float quantize_token(const float* x, int64_t features, int8_t* codes) {
+float quantize_token(const float* x, int64_t features, const Levels& levels, int8_t* codes) {
   // Bits of floats without their sign are ordered as the floats are, with NaN above all others.
   int32_t largest = 0;
   for (int64_t k = 0; k < features; ++k) {
     largest = std::max(largest, static_cast<int32_t>(to_bits(x[k]) & 0x7fffffff));
   }
-  const float scale = from_bits(largest) / 127.0f;
+  const float scale = from_bits(largest) * levels.share / levels.largest;
   const float inverse = 1.0f / (scale > FLT_MIN ? scale : 1.0f);
   for (int64_t k = 0; k < features; ++k) {
     float code = std::nearbyint(x[k] * inverse);
     code = code != code ? 0.0f : code;
-    codes[k] = static_cast<int8_t>(std::min(std::max(code, -127.0f), 127.0f));
+    codes[k] = static_cast<int8_t>(std::min(std::max(code, -levels.largest), levels.largest));
   }
   return scale;
 }
 
 Activation quantize(
-    const float* x, int64_t tokens, int64_t features, int64_t groups, int64_t group_size) {
+    const float* x, int64_t tokens, int64_t features, int64_t groups, int64_t group_size,
+    const Levels& levels) {
   const int64_t padded = groups * group_size;
   Activation result{
       std::vector<int8_t>(tokens * padded),
@@ -62,7 +69,7 @@ Activation quantize(
       std::vector<float>(tokens)};
   for (int64_t m = 0; m < tokens; ++m) {
     int8_t* codes = result.codes.data() + m * padded;
-    result.scale[m] = quantize_token(x + m * features, features, codes);
+    result.scale[m] = quantize_token(x + m * features, features, levels, codes);
     for (int64_t g = 0; g < groups; ++g) {
       int32_t sum = 0;
       for (int64_t k = 0; k < group_size; ++k) sum += codes[g * group_size + k];
@@ -183,15 +190,52 @@ void multiply(const Activation& x, const Weight& weight, int64_t tokens, float* 
 
 }  // namespace
 
+// Float weights of base planes, rows of `columns`: code times scale, which is exact.
+template <int kGroup>
+void dequantize(const Weight& weight, int64_t columns, float* out, int threads) {
+  constexpr int kHalf = kGroup / 2;
+  const int64_t groups = weight.groups;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    std::vector<float> scale(groups), row(groups * kGroup);
+#pragma omp for schedule(static)
+    for (int64_t n = 0; n < weight.rows; ++n) {
+      const uint8_t* base = weight.base + n * groups * kHalf;
+      weight.scales_of_row(n, scale.data());
+      for (int64_t g = 0; g < groups; ++g) {
+        for (int j = 0; j < kHalf; ++j) {
+          const int pair = base[g * kHalf + j] ^ 0x88;  // two's complement to offset
+          row[g * kGroup + j] = static_cast<float>((pair & 15) - kNibbleBias) * scale[g];
+          row[g * kGroup + kHalf + j] = static_cast<float>((pair >> 4) - kNibbleBias) * scale[g];
+        }
+      }
+      std::copy(row.begin(), row.begin() + columns, out + n * columns);
+    }
+  }
+}
+
+extern "C" void nestq_dequantize(
+    const uint8_t* base, const void* scale, int64_t scale_is_bfloat16, int64_t rows,
+    int64_t group_size, int64_t groups, int64_t columns, float* out, int64_t threads) {
+  const Weight weight{
+      base, nullptr, scale, scale_is_bfloat16 != 0, nullptr, rows, groups, 1};
+  const int count = static_cast<int>(threads);
+  if (group_size == 32) dequantize<32>(weight, columns, out, count);
+  if (group_size == 64) dequantize<64>(weight, columns, out, count);
+  if (group_size == 128) dequantize<128>(weight, columns, out, count);
+}
+
 extern "C" void nestq_linear(
     const float* x, int64_t tokens, int64_t features, const uint8_t* base,
     const uint8_t* refinement, const void* scale, int64_t scale_is_bfloat16, const float* bias,
-    int64_t rows, int64_t group_size, int64_t groups, int64_t overlap, float* out,
-    int64_t threads) {
+    int64_t rows, int64_t group_size, int64_t groups, int64_t overlap, int64_t levels,
+    double share, float* out, int64_t threads) {
   const Weight weight{
       base, refinement, scale, scale_is_bfloat16 != 0, bias, rows, groups,
       static_cast<int>(overlap)};
-  const Activation activation = quantize(x, tokens, features, groups, group_size);
+  const Activation activation = quantize(
+      x, tokens, features, groups, group_size,
+      {static_cast<float>(levels), static_cast<float>(share)});
   const int count = static_cast<int>(threads);
   if (group_size == 32) multiply<32>(activation, weight, tokens, out, count);
   if (group_size == 64) multiply<64>(activation, weight, tokens, out, count);

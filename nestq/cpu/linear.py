@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nestq.cpu.library import address, threads_for
+from nestq.reference.linear import ACTIVATION_LEVELS
 
 GROUP_SIZES = (32, 64, 128)
 MAX_TOKENS = 64
@@ -29,6 +30,7 @@ def nested_linear(
     bias: Tensor | None,
     group_size: int,
     overlap: int,
+    activation_bits: int = 8,
 ) -> Tensor:
     """What :func:`nestq.reference.linear.nested_linear` computes, bit for bit.
 
@@ -41,6 +43,7 @@ def nested_linear(
         bias: as there.
         group_size: one of ``GROUP_SIZES``.
         overlap: 1 to 16.
+        activation_bits: 8 or 4.
 
     Raises:
         ValueError: shapes or dtypes do not fit, which the library could not see.
@@ -65,10 +68,50 @@ def nested_linear(
         group_size,
         scale.shape[1],
         overlap,
+        *ACTIVATION_LEVELS[activation_bits],
         address(out),
         threads_for(out.numel() * states.shape[1]),
     )
     return out.to(x.dtype).view(*x.shape[:-1], rows)
+
+
+def dequantize_base(
+    library: ctypes.CDLL, base: Tensor, scale: Tensor, group_size: int, columns: int
+) -> Tensor:
+    """Float32 ``[N, columns]`` of a base plane, as ``nestq.reference.weights.dequantize`` has it.
+
+    Args:
+        library: of :func:`nestq.cpu.library.library`.
+        base: uint8 ``[N, Kp / 2]``.
+        scale: ``[N, G]``.
+        group_size: one of ``GROUP_SIZES``.
+        columns: without the padding.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, which the library could not see.
+    """
+    rows, groups = base.shape[0], -(-columns // group_size)
+    plane = (rows, groups * group_size // 2)
+    if base.shape != plane or base.dtype != torch.uint8:
+        raise ValueError(f"base must be uint8 of shape {plane}, got {tuple(base.shape)}")
+    if scale.shape != (rows, groups):
+        raise ValueError(f"scale must have shape {(rows, groups)}, got {tuple(scale.shape)}")
+    if scale.dtype != torch.bfloat16:
+        scale = scale.float()
+    base, scale = base.contiguous(), scale.contiguous()
+    out = torch.empty(rows, columns, dtype=torch.float32)
+    library.nestq_dequantize(
+        address(base),
+        address(scale),
+        scale.dtype == torch.bfloat16,
+        rows,
+        group_size,
+        groups,
+        columns,
+        address(out),
+        threads_for(out.numel()),
+    )
+    return out
 
 
 def _check(

@@ -41,11 +41,13 @@ def nested_attention(
     scaling: float,
     sliding_window: int,
     recent: int,
+    sink: int = 0,
+    local: int = 0,
 ) -> Tensor:
     """Softmax attention of queries at given positions over cached keys and values.
 
     The key in slot j is visible to the query at position p when ``j <= p`` and, with a sliding
-    window, ``j > p - sliding_window``.
+    window, ``j > p - sliding_window`` and, of a sparse draft, ``j < sink`` or ``j > p - local``.
 
     Args:
         query: ``[B, H, n, D]``; head h reads the cache's head ``h // (H / H_kv)``.
@@ -60,6 +62,8 @@ def nested_attention(
         sliding_window: keys that a query sees, itself included; 0 for all.
         recent: with a refinement, the query at p reads it only in the slots ``j > p - recent``
             (Recent-N, paper A.2) and the base elsewhere; 0 reads it in all slots.
+        sink: with ``local``, keys at the beginning that a query sees nevertheless.
+        local: keys that a query sees, itself included, besides the sink; 0 for all.
 
     Returns:
         ``[B, H, n, D]`` in the dtype of the query; the heads of a query lie together in memory.
@@ -82,9 +86,9 @@ def nested_attention(
     row_positions = positions.repeat(1, heads // kv_heads)[:, None, :, None]
     piece = max(1, SCORES_A_PIECE // (batch * kv_heads * used))
     pieces = zip(rows.split(piece, 2), row_positions.split(piece, 2), strict=True)
+    entries = key_entries, value_entries
     out = [
-        _attend(*piece, key_entries, value_entries, scaling, sliding_window, recent)
-        for piece in pieces
+        _attend(*piece, *entries, scaling, sliding_window, recent, sink, local) for piece in pieces
     ]
     result = torch.cat(out, dim=2).reshape(query.shape).transpose(1, 2)
     return result.to(query.dtype).contiguous().transpose(1, 2)
@@ -109,12 +113,13 @@ def _attend(
     scaling: float,
     sliding_window: int,
     recent: int,
+    sink: int,
+    local: int,
 ) -> Tensor:
     """Attention of float64 rows ``[B, H_kv, R, D]`` at positions ``[B, 1, R, 1]``."""
-    distance = position - torch.arange(keys.scale.shape[-1], device=position.device)
-    visible = distance >= 0
-    if sliding_window > 0:
-        visible &= distance < sliding_window
+    slots = torch.arange(keys.scale.shape[-1], device=position.device)
+    distance = position - slots
+    visible = visible_slots(distance, slots, sliding_window, sink, local)
     old = distance >= recent
 
     largest_query = query.abs().amax(-1, keepdim=True)
@@ -163,6 +168,26 @@ def check_attention(query: Tensor, positions: Tensor, keys: Planes, values: Plan
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"query must have a head size up to {MAX_HEAD_DIM}, got {head_dim}")
     check_positions(positions, batch, count, capacity)
+
+
+def visible_slots(
+    distance: Tensor, slots: Tensor, sliding_window: int, sink: int, local: int
+) -> Tensor:
+    """Which slots queries see, as in :func:`nested_attention`.
+
+    Args:
+        distance: int64 ``[..., S]``, the position of a query less the slot.
+        slots: int64 ``[S]``.
+        sliding_window: as there.
+        sink: as there.
+        local: as there.
+    """
+    visible = distance >= 0
+    if sliding_window > 0:
+        visible &= distance < sliding_window
+    if local > 0:
+        visible &= (distance < local) | (slots < sink)
+    return visible
 
 
 def used_slots(positions: Tensor, capacity: int) -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nestq.reference.attention import visible_slots
 from nestq.reference.kv import check_positions, write_at
 from nestq.reference.pointwise import same_bits_anywhere
 
@@ -76,11 +77,13 @@ def attention_16(
     values: Tensor,
     scaling: float,
     sliding_window: int,
+    sink: int = 0,
+    local: int = 0,
 ) -> Tensor:
     """Softmax attention of queries at given positions over cached keys and values.
 
     The key in slot j is visible to the query at position p when ``j <= p`` and, with a sliding
-    window, ``j > p - sliding_window``.
+    window, ``j > p - sliding_window`` and, of a sparse draft, ``j < sink`` or ``j > p - local``.
 
     Args:
         query: ``[B, H, n, D]``; head h reads the cache's head ``h // (H / H_kv)``. It is rounded to
@@ -90,6 +93,8 @@ def attention_16(
         values: the same.
         scaling: factor of the scores, usually ``D ** -0.5``.
         sliding_window: keys that a query sees, itself included; 0 for all.
+        sink: with ``local``, keys at the beginning that a query sees nevertheless.
+        local: keys that a query sees, itself included, besides the sink; 0 for all.
 
     Returns:
         ``[B, H, n, D]`` in the dtype of the query; the heads of a query lie together in memory.
@@ -107,7 +112,8 @@ def attention_16(
     rows = query.to(keys.dtype).double().reshape(batch, kv_heads, -1, head_dim)
     row_positions = positions.repeat(1, heads // kv_heads)[:, None, :, None]
     key_entries, value_entries = (_in_fixed_point(x[:, :, :used]) for x in (keys, values))
-    out = _attend(rows, row_positions, key_entries, value_entries, scaling, sliding_window)
+    rest = scaling, sliding_window, sink, local
+    out = _attend(rows, row_positions, key_entries, value_entries, *rest)
     result = out.reshape(query.shape).transpose(1, 2).to(query.dtype)
     return result.contiguous().transpose(1, 2)
 
@@ -153,12 +159,12 @@ def _attend(
     values: _Entries,
     scaling: float,
     sliding_window: int,
+    sink: int,
+    local: int,
 ) -> Tensor:
     """Attention of float64 rows ``[B, H_kv, R, D]`` at positions ``[B, 1, R, 1]``."""
-    distance = position - torch.arange(keys.step.shape[-1], device=position.device)
-    visible = distance >= 0
-    if sliding_window > 0:
-        visible &= distance < sliding_window
+    slots = torch.arange(keys.step.shape[-1], device=position.device)
+    visible = visible_slots(position - slots, slots, sliding_window, sink, local)
 
     largest_query = query.abs().amax(-1, keepdim=True)
     query_codes = (query / _divisor(largest_query)).mul_(QUERY_STEPS).round_()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nestq.reference.hadamard import hadamard
 from nestq.reference.kv import check_planes, check_positions, kv_append
 
 Planes = tuple[Tensor, Tensor, Tensor]
@@ -35,7 +36,9 @@ def rotate_append(
     value_base: Tensor,
     value_refinement: Tensor,
     value_scale: Tensor,
+    transform: bool = False,
     append: Callable[..., None] = kv_append,
+    hadamard: Callable[[Tensor], Tensor] = hadamard,
 ) -> Tensor:
     """Rotate queries and keys, and write rotated keys and values into the cache, in place.
 
@@ -53,10 +56,13 @@ def rotate_append(
         value_base: as of keys.
         value_refinement: as of keys.
         value_scale: as of keys.
+        transform: whether rotated queries and keys are then transformed by
+            :func:`nestq.reference.hadamard.hadamard`.
         append: what writes; it takes the arguments of :func:`nestq.reference.kv.kv_append`.
+        hadamard: what transforms.
 
     Returns:
-        The rotated queries, contiguous ``[B, H, n, D]``.
+        The rotated queries, transformed if keys are, contiguous ``[B, H, n, D]``.
 
     Raises:
         ValueError: a dtype or shape does not fit or, on a CPU, a position is not below S.
@@ -66,9 +72,14 @@ def rotate_append(
         (value_base, value_refinement, value_scale),
     )
     check_rotate_append(query, key, value, cos, sin, positions, keys, values)
-    append(rotate(key, cos, sin), positions, *keys)
+
+    def turned(states: Tensor) -> Tensor:
+        rotated = rotate(states, cos, sin)
+        return hadamard(rotated) if transform else rotated
+
+    append(turned(key), positions, *keys)
     append(value, positions, *values)
-    return rotate(query, cos, sin).contiguous()
+    return turned(query).contiguous()
 
 
 def check_rotate_append(

@@ -20,22 +20,27 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from nestq.architectures import unwrap
 from nestq.attention import nested_attention_implementation
+from nestq.kv_caches import draft_room, reading_prompt
 from nestq.kv_policy import KVPolicy
 from nestq.speculative import requests
 from nestq.speculative.adaptive import Chooser
 from nestq.speculative.adaptive_rounds import AdaptiveRounds
-from nestq.speculative.given_cache import given_cache
+from nestq.speculative.given_cache import given_cache, policy_of
+from nestq.speculative.graph_key import model_key, settings_key
 from nestq.speculative.graphs import (
     Shape,
     capture_rounds,
     captured_decoding,
     round_up_columns,
     settle,
+    with_room,
 )
 from nestq.speculative.kept_scores import KeptScores
+from nestq.speculative.key_warning import warn_of_uneven_keys
 from nestq.speculative.loop import ColumnStream, Transcript, complete, take
 from nestq.speculative.metrics import Clock, DecodingMetrics, Stopwatch
 from nestq.speculative.options import option_value, pad_token, stop_strings_as_criteria
+from nestq.speculative.prefill import prompt_columns, prompt_forward
 from nestq.speculative.prompts import (
     CACHES,
     check_embeddings,
@@ -52,7 +57,6 @@ from nestq.speculative.selection import GreedySelection, Selection
 from nestq.speculative.state import DecodingState
 from nestq.speculative.stopping import Stopping
 
-DEFAULT_POLICY = KVPolicy("kv8")
 _CACHE_FIELD = next(
     field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput) if field.name in CACHES
 )
@@ -90,7 +94,7 @@ def speculative_generate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **generate_kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
-    """Generate text, drafting with the base planes and verifying with both.
+    """Generate text, drafting with less of the model than verifies: with base planes, for example.
 
     Greedy tokens are those that the target view generates alone (``gamma=0``, autoregressive
     decoding in the same engine); sampled tokens (``do_sample=True``) have the distribution that the
@@ -113,8 +117,9 @@ def speculative_generate(
     raise TypeError: decoding sets the attention implementation in the model's config.
 
     Args:
-        model: a transformers causal language model with nested weights, or ``torch.compile`` of
-            one: the compiled module then computes.
+        model: a transformers causal language model, or ``torch.compile`` of one: the compiled
+            module then computes. Its draft must be less than its target, or gamma 0: it has
+            quantized weights, or skips layers in drafts, or ``kv`` says that drafts read less.
         inputs: int64 ``[B, n]`` token ids, left-padded; ``input_ids=`` is the same.
         gamma: draft tokens a round, 0 to 16; or ``"auto"`` to choose 0, 1, 2, 4, 6 or 8 before each
             round, for the most tokens a second by the acceptance and the times of rounds so far.
@@ -128,8 +133,10 @@ def speculative_generate(
         prompt_lookup: tokens, 0 to 16, that may be verified in place of the draft's: those that
             followed the last 2 or 3 tokens of the row where these occurred before. Whether they are
             or the draft's is chosen for each round, as with ``gamma="auto"``. 0 for never.
-        kv: what drafts read of the cache, for example ``"kv4/kv8"``, or ``"quantspec"`` for a
-            ``QuantSpecKVCache``; default ``"kv8/kv8"``, or the policy of a ``cache`` that is given.
+        kv: what is cached and what drafts read of it, for example ``"kv4/kv8"`` or
+            ``"16/16+streaming(4,1020)"``: see :meth:`KVPolicy.parse`. Default the policy of a
+            ``cache`` that is given, or that of the checkpoint, or ``"kv8/kv8"`` for a model with
+            quantized weights and ``"16/16"`` for a dense one.
         cuda_graph: whether each round is one replay of a CUDA graph, which runs no Python of the
             model (hooks, for example); None for yes wherever it is possible: on one GPU, without
             ``draft_stop`` and without logits processors other than temperature, top-k, top-p,
@@ -171,8 +178,7 @@ def speculative_generate(
         requests.check_keywords(generate_kwargs)
         option = partial(option_value, generate_kwargs, original.generation_config)
         requests.check_options(option)
-        if kv is not None:
-            KVPolicy.parse(kv)
+        requests.check_draft(original, policy_of(original, generate_kwargs, kv), gamma)
         prompts = generate_kwargs.get("input_ids") if inputs is None else inputs
         if prompts is not None:
             check_prompts(original, prompts, generate_kwargs.get("attention_mask"))
@@ -253,6 +259,8 @@ def decode(
     requests.check_seed(seed, generator)
     requests.check_model(model)
     requests.check_options(lambda name: getattr(generation_config, name, None))
+    policy = policy_of(model, model_kwargs, kv)
+    requests.check_draft(model, policy, gamma)
     chunk = generation_config.prefill_chunk_size
     prompt = read_prompt(model, input_ids, model_kwargs, chunk)
     tokens, pads = prompt.tokens, prompt.pads
@@ -274,12 +282,13 @@ def decode(
     columns = stopping.max_length + max(kind.tokens for kind in kinds) + 1
     requests.check_context(model.config, stopping.max_length - int(pads.min()))
     requests.check_rotary(model.config, width - 1 - int(pads.max()), columns - int(pads.min()))
-    policy = KVPolicy.parse(DEFAULT_POLICY if kv is None else kv)
     given, prompt = given_cache(model, model_kwargs, kv, prompt, columns)
+    room = draft_room(policy, columns - width + 1)
     if given is not None:
-        policy, columns = given.policy, given.get_max_length()
+        columns = given.get_max_length()
     elif in_graph:
         columns = round_up_columns(columns)
+        room = round_up_columns(room) if room else 0
 
     selection: Selection = GreedySelection(scores)
     if generation_config.do_sample:
@@ -287,14 +296,16 @@ def decode(
             table = random_table(row_streams(seed, generator, batch), columns, pads)
         selection = SampledSelection(scores, table)
     forward = model if forward is None else forward
-    weights = settle(model) if model.device.type == "cuda" else 0
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
+        settle(model)
+    keys = (model_key(model), settings_key()) if in_graph else (None, None)
     # Few numbers of end tokens, so that calls share graphs.
     ends = -(-len(stopping.eos) // 4) * 4
-    shape = Shape(batch, columns, kinds, ends, policy, weights, selection.key)
+    shape = Shape(batch, columns, kinds, ends, policy, *keys, selection.key, room)
     keep = in_graph and given is None
     transcript = Transcript(tokens.cpu(), pads[:, 0].cpu(), stopping.max_length, pad)
     stream = ColumnStream(streamer, width)
-    on_gpu = model.device.type == "cuda"
     with (
         # Streams, events and graphs are made on the current device.
         torch.cuda.device(model.device) if on_gpu else nullcontext(),
@@ -315,25 +326,34 @@ def decode(
             watch = Stopwatch(model.device)
             rest = nested, state, kept.over(used), watch, draft_stop
             rounds = {kind: round_of(kind, *rest) for kind in kinds}
+        reads = prompt_forward(model, forward, captured, in_graph)
+        reader = NestedForward(model, reads, state.cache, state.pads)
         adaptive = None
         if len(kinds) > 1:
             chooser = Chooser(kinds, captured.times)
             adaptive = AdaptiveRounds(rounds, chooser, transcript, Clock(model.device))
-        state.begin(tokens, pads, stopping.max_length, pad, stopping.eos)
-        used.begin(selection)
+
+        def start() -> None:
+            state.begin(tokens, pads, stopping.max_length, pad, stopping.eos)
+            used.begin(selection)
+            with reading_prompt(state.cache):
+                if prompt.inputs:
+                    prefill_and_choose(nested, prompt, state, kept.over(used))
+                else:
+                    prefill(reader, prompt, prompt_columns(model, prompt, chunk))
+
         with watch("prefill"):
-            if prompt.inputs:
-                prefill_and_choose(nested, prompt, state, kept.over(used))
-            else:
-                prefill(nested, prompt, chunk)
+            with_room(start)
         if prompt.inputs:
             take(state.report.cpu(), state, transcript, stopping, stream)
-        ahead = 1 if in_graph and not stopping.others else 0
+        ahead = 1 if in_graph and stopping.on_host else 0
         run = adaptive or rounds[kinds[0]]
         observe = adaptive.observe if adaptive else None
-        verifications = complete(run, state, transcript, stopping, stream, ahead, observe)
+        work = run, state, transcript, stopping, stream
+        verifications = complete(*work, ahead, observe, watch.on_host)
         lookups = adaptive.lookups if adaptive else 0
         metrics = _metrics(state, transcript, watch, gamma, verifications, lookups, width, in_graph)
+        warn_of_uneven_keys(state.cache, metrics, transcript.longest())
         kept.finish(nested, transcript)
         cache = captured.lend_cache() if keep else state.cache
 

@@ -6,10 +6,26 @@ from typing import Any, get_args
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nestq.kv_cache import NestedKVCache
-from nestq.kv_caches import KVCache
-from nestq.kv_policy import KVPolicy
+from nestq.kv_caches import CONTINUED, KVCache, check_draft_room
+from nestq.kv_policy import KVPolicy, default_policy
 from nestq.speculative.prompts import CACHES, Prompt
+
+
+def policy_of(
+    model: PreTrainedModel, model_kwargs: dict[str, Any], kv: str | KVPolicy | None
+) -> KVPolicy:
+    """The policy of a call: that which is asked for, or of the user's cache, or the model's.
+
+    Args:
+        model: that decodes.
+        model_kwargs: arguments of ``generate``, or what it prepared; the cache among them.
+        kv: what the user asks for.
+    """
+    if kv is not None:
+        return KVPolicy.parse(kv)
+    caches = (model_kwargs.get(name) for name in CACHES)
+    given = next((cache for cache in caches if isinstance(cache, KVCache)), None)
+    return default_policy(model) if given is None else given.policy
 
 
 def given_cache(
@@ -50,9 +66,10 @@ def given_cache(
                 f"cache must have max_length of at least {columns} (the maximum length of a "
                 f"sequence and the tokens of a round), got max_length={cache.get_max_length()}"
             )
+        check_draft_room(cache, columns - prompt.tokens.shape[1] + 1)
         return cache, prompt
     prompt = _continued(prompt, cache)
-    if isinstance(cache, NestedKVCache) and cache.get_max_length() < columns:
+    if isinstance(cache, CONTINUED) and cache.get_max_length() < columns:
         cache.grow(columns)
     return cache, prompt
 
@@ -69,7 +86,8 @@ def _checked(cache: Any, kv: str | KVPolicy | None, pads: Tensor) -> KVCache:
         raise ValueError(f"cache must be on the model's {pads.device}, got {cache.lengths.device}")
     if kv is not None and KVPolicy.parse(kv) != cache.policy:
         raise ValueError(
-            f"kv must be left out or be that of the cache, {cache.policy}, got {KVPolicy.parse(kv)}"
+            f"kv must be left out or be that of the cache, {str(cache.policy)!r}, "
+            f"got {str(KVPolicy.parse(kv))!r}"
         )
     if cache.get_seq_length():
         raise ValueError(
@@ -81,10 +99,11 @@ def _checked(cache: Any, kv: str | KVPolicy | None, pads: Tensor) -> KVCache:
 
 def _continued(prompt: Prompt, cache: KVCache) -> Prompt:
     """The prompt, of which a cache in use has the beginning."""
-    if not isinstance(cache, NestedKVCache):
+    if not isinstance(cache, CONTINUED):
+        names = " or a ".join(kind.__name__ for kind in get_args(CONTINUED))
         raise ValueError(
-            f"cache must be empty, got a {type(cache).__name__} in use, and only a NestedKVCache "
-            "can be continued: call cache.reset(), and pass the whole prompt"
+            f"cache must be empty, got a {type(cache).__name__} in use, and only a {names} can be "
+            "continued: call cache.reset(), and pass the whole prompt"
         )
     if prompt.inputs:
         raise ValueError(

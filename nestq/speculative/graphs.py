@@ -5,19 +5,20 @@ call that made it, and the next call of the same shape takes it over.
 """
 
 import copy
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from nestq.kv_cache import KVPlanes
 from nestq.kv_caches import KVCache, new_cache
@@ -30,6 +31,9 @@ from nestq.speculative.round_kinds import RoundKind, round_of
 from nestq.speculative.selection import Selection
 from nestq.speculative.state import DecodingState
 
+log = logging.getLogger("nestq.speculative")
+
+Result = TypeVar("Result")
 PLANES = KVPlanes | QuantSpecPlanes
 # Shapes whose graphs and caches a model keeps between calls; the one used last stays longest.
 KEPT = 2
@@ -44,10 +48,14 @@ class Shape(NamedTuple):
     kinds: tuple[RoundKind, ...]
     ends: int
     policy: KVPolicy
-    addresses: int
-    """Hash of where the weights lie."""
+    model: Hashable
+    """The model's state (``graph_key.model_key``)."""
+    settings: Hashable
+    """Of PyTorch (``graph_key.settings_key``)."""
     selection: Hashable
     """Kind and constants of the selection."""
+    room: int = 0
+    """Positions after a prompt that the cache has room for in what it keeps for drafts alone."""
 
 
 class RoundGraphs:
@@ -128,6 +136,8 @@ class CapturedDecoding:
     times: RoundTimes = field(default_factory=RoundTimes)
     lent: "ref[_Lease] | None" = None
     """While what was returned to the user lives, the state is the user's."""
+    untraceable: bool = False
+    """Whether the model could not be traced, and computes itself."""
 
     def lend_cache(self) -> KVCache:
         """The state's cache for the user, whose objects say by their life how long it is needed.
@@ -136,14 +146,8 @@ class CapturedDecoding:
         tensors, is not done to the state.
         """
         lease = _Lease()
-        lent = _leased(self.state.cache, lease)
-        lent.layers = [_leased(layer, lease) for layer in lent.layers]
-        for layer in lent.layers:
-            for name, part in vars(layer).items():
-                if isinstance(part, PLANES):
-                    setattr(layer, name, _leased(part, lease))
         self.lent = ref(lease)
-        return lent
+        return _leased(self.state.cache, lease)
 
 
 class _Lease:
@@ -151,8 +155,14 @@ class _Lease:
 
 
 def _leased(part: Any, lease: _Lease) -> Any:
+    """A copy of a cache, a layer or planes, and of all of these that are parts of it."""
+    if isinstance(part, list):
+        return [_leased(one, lease) for one in part]
+    if not isinstance(part, Cache | CacheLayerMixin | PLANES):
+        return part
     leased = copy.copy(part)
-    leased.__dict__["_lease"] = lease
+    inner = {name: _leased(value, lease) for name, value in vars(part).items()}
+    leased.__dict__.update(inner, _lease=lease)
     return leased
 
 
@@ -161,14 +171,37 @@ _lock = Lock()
 _capturing = Lock()
 
 
-def settle(model: PreTrainedModel) -> int:
-    """Lay the weights of a model as kernels read them best, and give a hash of where they lie.
+def settle(model: PreTrainedModel) -> None:
+    """Lay the weights of a model as kernels read them best.
 
     Once they are laid so, they stay there: graphs that other threads replay find them.
     """
     with _capturing:
         place_side_by_side_(model)
-    return addresses(model)
+
+
+def with_room(run: Callable[[], Result]) -> Result:
+    """What ``run`` returns. If memory runs out, kept states go, and it runs once more.
+
+    Kept are only states that no call uses at the time. Tensors of a cache that was returned to the
+    user stay.
+    """
+    try:
+        return run()
+    except torch.OutOfMemoryError:
+        with _lock:
+            count = sum(map(len, _kept.values()))
+            for entries in _kept.values():
+                entries.clear()
+        if not count:
+            raise
+    # Outside of the handler, where the error's traceback does not hold tensors any more.
+    log.warning(
+        "memory ran out: released %d decoding state(s) with CUDA graphs and KV cache that earlier "
+        "calls left for later ones, and trying once more",
+        count,
+    )
+    return run()
 
 
 @contextmanager
@@ -190,13 +223,17 @@ def captured_decoding(
         selection: for a new state; a kept one has its own, with the same key.
         keep: whether to look for a kept state, and to keep this one unless there is an error.
     """
+
+    def new() -> CapturedDecoding:
+        return with_room(lambda: _new(model, forward, shape, cache, selection))
+
     if not keep:
-        yield _new(model, forward, shape, cache, selection)
+        yield new()
         return
     with _lock:
         kept = _kept.setdefault(model, [])
-        # Graphs of weights that moved cannot be replayed.
-        kept[:] = [entry for entry in kept if entry.shape.addresses == shape.addresses]
+        # Graphs of weights that moved cannot be replayed, nor those of a model that has changed.
+        kept[:] = [entry for entry in kept if entry.shape.model == shape.model]
         free = [e for e in kept if e.lent is None or e.lent() is None]
         fitting = [e for e in free if e.shape == shape and e.forward() is forward]
         entry = fitting[-1] if fitting else None
@@ -205,7 +242,7 @@ def captured_decoding(
         elif len(kept) >= KEPT:
             # Make room before a cache is allocated. What is lent cannot be used again soon.
             kept.remove(next((e for e in kept if e not in free), kept[0]))
-    entry = entry or _new(model, forward, shape, cache, selection)
+    entry = entry or new()
     entry.lent = None
     yield entry
     with _lock:
@@ -223,9 +260,15 @@ def _new(
     # Tensors of inference mode could not be written by a later call outside it.
     with torch.inference_mode(False):
         if cache is None:
-            config = model.config.get_text_config(decoder=True)
-            sizes = shape.columns, shape.batch
-            cache = new_cache(shape.policy, config, *sizes, model.device, model.dtype)
+            cache = new_cache(
+                shape.policy,
+                model.config,
+                shape.columns,
+                shape.batch,
+                model.device,
+                model.dtype,
+                shape.room,
+            )
         gamma = max(kind.tokens for kind in shape.kinds)
         state = DecodingState(cache, shape.columns, gamma, shape.ends)
     return CapturedDecoding(shape, ref(forward), state, selection, RoundGraphs(shape.policy))
@@ -260,14 +303,20 @@ def capture_rounds(
         rest = nested, state, captured.selection, lambda phase: nullcontext()
         return {kind: round_of(kind, *rest) for kind in captured.shape.kinds}
 
+    def capture(forward: Callable[..., Any]) -> None:
+        # It forgets what a round kept in which memory ran out, or that could not be traced.
+        captured.selection.begin(captured.selection)
+        captured.graphs.capture(rounds(forward), lengths)
+
     if forward is model and model._compiled_call_impl is None:
         # Passes come with Inductor, which takes long to import.
         from nestq.passes.backend import traced
 
         try:
-            captured.graphs.capture(rounds(traced(model)), lengths)
+            with_room(lambda: capture(traced(model)))
             return True
         except torch._dynamo.exc.TorchDynamoException as error:
+            captured.untraceable = True
             reason = str(error).strip().splitlines()[0]
             warnings.warn(
                 f"{type(model).__name__} cannot be traced, so that its operators are not fused and "
@@ -276,8 +325,7 @@ def capture_rounds(
             )
         if not required:
             return False
-        captured.selection.begin(captured.selection)
-    captured.graphs.capture(rounds(forward), lengths)
+    with_room(lambda: capture(forward))
     return True
 
 
@@ -295,15 +343,3 @@ def round_up_columns(columns: int) -> int:
     """Columns that a shape has: at most a quarter more than asked for, so that calls share it."""
     step = max(1 << (columns - 1).bit_length() >> 3, 64)
     return -(-columns // step) * step
-
-
-def addresses(model: PreTrainedModel) -> int:
-    """Hash of where the weights and buffers of a model lie."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return hash(tuple(plane.data_ptr() for tensor in tensors for plane in _planes(tensor)))
-
-
-def _planes(tensor: Tensor) -> list[Tensor]:
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]

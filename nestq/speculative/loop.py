@@ -1,6 +1,7 @@
 """Rounds until every row of a batch is finished, as the host sees them."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -42,13 +43,16 @@ class Transcript:
         return int((self.last - self.pads).max())
 
     def add(self, report: Tensor) -> None:
-        """Add the tokens that a round reported (``DecodingState.report``)."""
-        kept = report[:, 0]
+        """Add the tokens that a round reported (``DecodingState.report``).
+
+        A row that the host has ended meanwhile gets none.
+        """
+        kept = report[:, 0].masked_fill(self.finished, 0)
         for row, count in enumerate(kept.tolist()):
             start = int(self.last[row]) + 1
             self.ids[row, start : start + count] = report[row, 2 : 2 + count]
         self.last += kept
-        self.finished = report[:, 1].bool()
+        self.finished = self.finished | report[:, 1].bool()
 
     def end_row(self, row: int, column: int) -> None:
         """End a row at a column that it has reached, and forget what is behind it."""
@@ -102,6 +106,7 @@ def complete(
     stream: ColumnStream,
     ahead: int,
     observe: Callable[[Tensor], None] | None = None,
+    on_host: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> int:
     """Run rounds until every row is finished.
 
@@ -114,6 +119,7 @@ def complete(
         ahead: rounds that may be in flight while the host looks at the one before them. A round of
             finished rows changes nothing.
         observe: gets each report before the transcript does.
+        on_host: a context for the host's work on a report.
 
     Returns:
         Rounds until the last row was finished.
@@ -132,9 +138,10 @@ def complete(
             if len(reports) <= ahead:
                 continue
         report = reports.receive()
-        if observe is not None:
-            observe(report)
-        take(report, state, transcript, stopping, stream)
+        with on_host():
+            if observe is not None:
+                observe(report)
+            take(report, state, transcript, stopping, stream)
         rounds += 1
     return rounds
 
@@ -164,7 +171,12 @@ def _apply_others(
 ) -> None:
     """End the rows that another criterion ends inside the block that begins at ``first``."""
     for row, (start, last) in enumerate(zip(first, transcript.last.tolist(), strict=True)):
-        column = stopping.first_end(state.ids[row : row + 1], start, last)
+        if last < start:
+            continue
+        ids = transcript.ids if stopping.on_host else state.ids
+        # The host's ids may have an undefined token, which is an id to no criterion.
+        known = ids[row : row + 1, : last + 1].clamp(min=0)
+        column = stopping.first_end(known, start, last)
         if column is not None:
             state.end_row(row, column)
             transcript.end_row(row, column)

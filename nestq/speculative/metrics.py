@@ -1,10 +1,10 @@
 """What speculative decoding did: counts, rates and times."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ PHASES = ("prefill", "draft", "verification")
 
 @dataclass(frozen=True)
 class DecodingMetrics:
-    """Counts and times of one call.
+    """Counts and times of one call, or of several (:meth:`total`).
 
     A round is counted once for every row of the batch that is unfinished when it starts. Acceptance
     is what the comparison of draft and target gave: where the end-of-sequence token or the maximum
@@ -22,7 +22,7 @@ class DecodingMetrics:
     ``tokens`` does not.
 
     Attributes:
-        gamma: draft tokens a round, or ``"auto"``, as asked for.
+        gamma: draft tokens a round, or ``"auto"``, as asked for; None for calls that differ.
         batch: rows.
         rounds: row-rounds.
         verifications: forward passes of the target after the prefill, one a round of the batch.
@@ -32,13 +32,16 @@ class DecodingMetrics:
         prefill_seconds, draft_seconds, verification_seconds: time of these phases; the last two
             are None where a round is one CUDA graph.
         total_seconds: time from the start of the prefill to the last token.
-        in_graph: whether rounds were replays of a CUDA graph.
+        in_graph: whether rounds were replays of a CUDA graph; of several calls, of any.
         drafted_per_position: for each position, row-rounds that drafted a token there; None if all
             did.
         lookups: verifications of tokens that were looked up in the text, among all.
+        host_seconds: time that the host took to take up the tokens of rounds: stopping criteria,
+            streamer, bookkeeping. With CUDA graphs the next round runs meanwhile, else the device
+            waits.
     """
 
-    gamma: int | Literal["auto"]
+    gamma: int | Literal["auto"] | None
     batch: int
     rounds: int
     verifications: int
@@ -51,6 +54,44 @@ class DecodingMetrics:
     in_graph: bool = False
     drafted_per_position: list[int] | None = None
     lookups: int = 0
+    host_seconds: float = 0.0
+
+    @classmethod
+    def total(cls, results: Sequence["DecodingMetrics"]) -> "DecodingMetrics":
+        """Counts and times of several calls, added up: rates are those of all their rounds.
+
+        Phases are None where one of the calls does not have them.
+
+        Raises:
+            ValueError: there are no calls.
+        """
+        if not results:
+            raise ValueError("results must hold the metrics of at least one call, got none")
+
+        def positions(counts: Iterator[list[int]]) -> list[int]:
+            return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
+
+        def seconds(name: str) -> float | None:
+            parts = [getattr(one, f"{name}_seconds") for one in results]
+            return None if None in parts else sum(parts)
+
+        gammas = {one.gamma for one in results}
+        return cls(
+            gamma=gammas.pop() if len(gammas) == 1 else None,
+            batch=sum(one.batch for one in results),
+            rounds=sum(one.rounds for one in results),
+            verifications=sum(one.verifications for one in results),
+            accepted_per_position=positions(one.accepted_per_position for one in results),
+            tokens=sum(one.tokens for one in results),
+            prefill_seconds=sum(one.prefill_seconds for one in results),
+            draft_seconds=seconds("draft"),
+            verification_seconds=seconds("verification"),
+            total_seconds=sum(one.total_seconds for one in results),
+            in_graph=any(one.in_graph for one in results),
+            drafted_per_position=positions(one.drafts for one in results),
+            lookups=sum(one.lookups for one in results),
+            host_seconds=sum(one.host_seconds for one in results),
+        )
 
     @property
     def drafts(self) -> list[int]:
@@ -130,20 +171,23 @@ class DecodingMetrics:
             "  prefill": f"{self.prefill_seconds:.3f} s",
         }
         if self.in_graph:
-            lines["  rounds"] = f"{other:.3f} s, one CUDA graph each"
+            lines["  rounds"] = f"{other:.3f} s, CUDA graphs"
+            lines["host"] = f"{self.host_seconds:.3f} s, beside them"
         else:
             lines["  draft"] = f"{self.draft_seconds:.3f} s"
             lines["  verification"] = f"{self.verification_seconds:.3f} s"
-            lines["  other"] = f"{other:.3f} s"
+            lines["  host"] = f"{self.host_seconds:.3f} s"
+            lines["  other"] = f"{other - self.host_seconds:.3f} s"
         width = max(map(len, lines))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
     def _gamma_line(self) -> str:
         counts = self.rounds_per_gamma
-        line = f"{self.gamma} draft tokens a round"
+        gamma = "several" if self.gamma is None else self.gamma
+        line = f"{gamma} draft tokens a round"
         if set(counts) - {self.gamma}:
             shares = ", ".join(f"{n} in {count}" for n, count in counts.items())
-            line = f"{self.gamma}; draft tokens in rounds: {shares}"
+            line = f"{gamma}; draft tokens in rounds: {shares}"
         if self.lookups:
             line += f"; looked up for {self.lookups} verification(s)"
         return line
@@ -173,10 +217,14 @@ class Clock:
 
 
 class Stopwatch:
-    """Seconds of each phase and in total, on the device's clock, without waiting for the device."""
+    """Seconds of each phase and in total, on the device's clock, without waiting for the device.
+
+    Seconds of the host are those of its own clock.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
+        self._host = 0.0
         self._spans: dict[str, list[tuple[Any, Any]]] = {phase: [] for phase in PHASES}
         self._start = self._clock.now()
 
@@ -187,8 +235,15 @@ class Stopwatch:
         yield
         self._spans[phase].append((start, self._clock.now()))
 
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Count the time of the block for the host."""
+        start = time.perf_counter()
+        yield
+        self._host += time.perf_counter() - start
+
     def seconds(self) -> dict[str, float]:
-        """``<phase>_seconds`` for every phase and ``total_seconds``; waits for the device."""
+        """``<phase>_seconds`` for all phases, host and ``total_seconds``; waits for the device."""
         end = self._clock.now()
         if self._clock.on_gpu:
             end.synchronize()
@@ -196,4 +251,5 @@ class Stopwatch:
             f"{phase}_seconds": sum((self._clock.between(*span) for span in spans), 0.0)
             for phase, spans in self._spans.items()
         }
-        return phases | {"total_seconds": self._clock.between(self._start, end)}
+        total = self._clock.between(self._start, end)
+        return phases | {"host_seconds": self._host, "total_seconds": total}

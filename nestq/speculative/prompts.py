@@ -202,7 +202,8 @@ def prefill(model: NestedForward, prompt: Prompt, chunk: int | None) -> None:
         piece = slice(first, first + size)
         # A contiguous copy: strides of a slice vary with the length, and compiling depends on them.
         some = tokens[:, piece].contiguous()
-        model("target", some, columns[..., piece].contiguous(), logits_to_keep=1)
+        these = columns[..., piece].contiguous()
+        model("target", some, these, logits_to_keep=1, any_length=True)
     model.cache.lengths.copy_(tokens.shape[1] - pads[:, 0])
 
 

@@ -1,7 +1,7 @@
 """What a call asks for, checked before any work is done."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -14,7 +14,8 @@ from transformers import (
 
 from nestq import ops
 from nestq.argument_checks import check_int, first_in_training
-from nestq.tensor import NestedQuantTensor
+from nestq.drafts import drafts_differently, is_base_alone
+from nestq.kv_policy import KVPolicy
 
 MAX_GAMMA = 16
 MAX_SEED = 2**64 - 1
@@ -65,10 +66,10 @@ _KEYWORDS = {
 
 def check_gamma(gamma: object) -> None:
     """Refuse what is no number of draft tokens, nor ``"auto"``."""
-    if isinstance(gamma, str) and gamma != "auto":
-        raise ValueError(f"gamma must be an int from 0 to {MAX_GAMMA}, or 'auto', got {gamma!r}")
-    if gamma != "auto":
+    if not isinstance(gamma, str):
         check_int("gamma", gamma, 0, MAX_GAMMA)
+    elif gamma != "auto":
+        raise ValueError(f"gamma must be an int from 0 to {MAX_GAMMA}, or 'auto', got {gamma!r}")
 
 
 def check_drafting(draft_stop: object, prompt_lookup: object) -> None:
@@ -107,8 +108,8 @@ def check_seed(seed: object, generator: object) -> None:
         if seed is not None:
             raise ValueError(f"generator must be left out where seed is given, got seed={seed!r}")
     if seed is not None:
-        listed = seed if isinstance(seed, Sequence) and not isinstance(seed, str) else [seed]
-        for number in listed:
+        is_list = isinstance(seed, Sequence) and not isinstance(seed, str | bytes)
+        for number in seed if is_list else [seed]:  # type: ignore[attr-defined]
             check_int("seed", number, 0, MAX_SEED)
 
 
@@ -125,7 +126,7 @@ def check_streamer(streamer: object) -> None:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model that is not a nested causal language model in evaluation mode."""
+    """Refuse a model that is no causal language model in evaluation mode, or lacks a plane."""
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         raise ValueError(
             "model must be a transformers causal language model (or torch.compile of one), "
@@ -139,13 +140,7 @@ def check_model(model: PreTrainedModel) -> None:
             "model must call attention through transformers' AttentionInterface, and "
             f"{_name(model)} does not"
         )
-    weights = {n: w for n, w in model.named_parameters() if isinstance(w, NestedQuantTensor)}
-    if not weights:
-        raise ValueError(
-            f"model must have nested weights, and {_name(model)} has none: call "
-            "nestq.quantize_(model, ...) first, or load a nestq checkpoint"
-        )
-    base_only = [name for name, weight in weights.items() if weight.refinement is None]
+    base_only = [name for name, weight in model.named_parameters() if is_base_alone(weight)]
     if base_only:
         raise ValueError(
             f"model must hold both planes, and {base_only[0]} has the base plane alone: load the "
@@ -164,6 +159,24 @@ def check_model(model: PreTrainedModel) -> None:
             f"{_name(model)} has attn_logit_softcapping={softcap}"
         )
     _check_devices(model)
+
+
+def check_draft(model: PreTrainedModel, policy: KVPolicy, gamma: int | Literal["auto"]) -> None:
+    """Refuse to draft with what is the target in all respects, which could only cost time.
+
+    Args:
+        model: that :func:`check_model` let pass.
+        policy: of the call's cache.
+        gamma: of the call.
+    """
+    if gamma == 0 or not policy.drafts_as_target or drafts_differently(model):
+        return
+    raise ValueError(
+        f"gamma must be 0 for {_name(model)} with kv={str(policy)!r}, got {gamma!r}: its draft "
+        "would be the target itself. Quantize the model (nestq.quantize_) or load a nestq "
+        "checkpoint, let its draft skip layers (nestq.draft_and_verify), or let drafts read less "
+        "of the cache, for example kv='kv4/kv8' or kv='16/16+streaming(4,1020)'"
+    )
 
 
 def _check_devices(model: PreTrainedModel) -> None:
@@ -230,7 +243,7 @@ def check_cuda_graph(
         draft_stop: of the call.
         keeps_scores: whether scores or logits are to be returned.
     """
-    if cuda_graph not in (None, True, False):
+    if not (cuda_graph is None or isinstance(cuda_graph, bool)):
         raise ValueError(f"cuda_graph must be True, False or None, got {cuda_graph!r}")
     obstacles = {
         f"the model is on {model.device}": model.device.type != "cuda",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -54,25 +55,36 @@ class NestedForward:
         tokens: Tensor,
         columns: Tensor,
         logits_to_keep: int = 0,
+        any_length: bool = False,
     ) -> Tensor:
         """Logits ``[B, n, V]`` for tokens ``[B, n]`` in the given columns, by one of the views.
 
         The cache gets their keys and values; padding, in columns below ``pads``, is not written.
         ``logits_to_keep`` is the number of columns, from the end, to compute logits of; 0 for all.
+        With ``any_length`` what compiles the model makes code for any number of tokens from 2 on.
         """
-        return self.run(view, {"input_ids": tokens}, columns, logits_to_keep)
+        return self.run(view, {"input_ids": tokens}, columns, logits_to_keep, any_length)
 
     def run(
-        self, view: View, inputs: dict[str, Any], columns: Tensor, logits_to_keep: int = 0
+        self,
+        view: View,
+        inputs: dict[str, Any],
+        columns: Tensor,
+        logits_to_keep: int = 0,
+        any_length: bool = False,
     ) -> Tensor:
         """The same for inputs of any kind, by their names in the model's forward pass."""
         positions = columns - self.pads
         keywords = {"logits_to_keep": logits_to_keep} if self.can_skip_logits else {}
+        # Rotary embeddings have no negative positions; what a pad computes is not used.
+        position_ids = positions.clamp(min=0)
+        if any_length:
+            for tensor in (*inputs.values(), positions, position_ids):
+                torch._dynamo.maybe_mark_dynamic(tensor, 1)
         with nest_view(view), self.cache.at(positions, self.context_length):
-            # Rotary embeddings have no negative positions; what a pad computes is not used.
             outputs = self.forward(
                 **inputs,
-                position_ids=positions.clamp(min=0),
+                position_ids=position_ids,
                 **self.keywords,
                 **keywords,
             )

@@ -5,8 +5,13 @@ from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
+    MaxTimeCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
+
+# Criteria that may be asked about the host's copy of the ids: they hold no tensor but their own.
+_ON_HOST = (MaxTimeCriteria, StopStringCriteria)
 
 
 class Stopping:
@@ -14,7 +19,10 @@ class Stopping:
 
     Maximum length and end-of-sequence tokens are left to the device
     (:meth:`nestq.speculative.state.DecodingState.keep`). Others are called as in one-by-one
-    decoding: on the ids of one row, after each of its tokens, with ``scores=None``.
+    decoding: on the ids of one row, after each of its tokens, with ``scores=None``. Stop strings
+    and the maximum time are looked for in the host's copy of the ids, so that nothing waits for
+    the device. Criteria of other types may compare ids with tensors of their own: they are given
+    ids on the device.
 
     Args:
         criteria: of the call.
@@ -24,6 +32,7 @@ class Stopping:
         max_length: columns that a sequence may have, prompt and padding included.
         eos: end-of-sequence tokens.
         others: the criteria that the host must ask after each round.
+        on_host: whether the host's copy of the ids does for all of them.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, hidden: int = 0) -> None:
@@ -36,6 +45,7 @@ class Stopping:
         self.eos: list[int] = torch.cat(eos).tolist() if eos else []
         known = (MaxLengthCriteria, EosTokenCriteria)
         self.others = StoppingCriteriaList([c for c in criteria if type(c) not in known])
+        self.on_host = all(type(c) in _ON_HOST for c in self.others)
 
     @property
     def rows_end_together(self) -> bool:

@@ -24,6 +24,8 @@ def test_known_values() -> None:
     assert acceptance.tokens_per_round == pytest.approx(4.808)
     assert str(acceptance) == "synthetic 0.952 (0.9804 a token)"
     assert str(Acceptance("measured", 4, 0.87654)) == "measured 0.8765"
+    at = Acceptance("measured", 4, 0.87654, context=190)
+    assert str(at) == "measured 0.8765 at 190 tokens"
     with pytest.raises(ValueError, match=r"must be from 0 to 1, got 1\.5"):
         Acceptance.synthetic(1.5, 4)
 

@@ -68,11 +68,13 @@ def filled(batch: int, heads: int, capacity: int, head_dim: int) -> Planes:
 def check_attention(
     compiled: Any, query: Tensor, positions: Tensor, keys: Planes, values: Planes
 ) -> None:
-    for refined, window, recent in itertools.product((True, False), (0, 3), (0, 2)):
+    sparse = ((0, 0), (2, 4), (5, 40))
+    choices = itertools.product((True, False), (0, 3), (0, 2), sparse)
+    for refined, window, recent, reach in choices:
         given = [
             [planes[0], planes[1] if refined else None, planes[2]] for planes in (keys, values)
         ]
-        arguments = (*given[0], *given[1], 0.3, window, recent)
+        arguments = (*given[0], *given[1], 0.3, window, recent, *reach)
         out = cpu_attention.nested_attention(compiled, query, positions, *arguments)
         assert same_bits(out, nested_attention(query, positions, *arguments))
 

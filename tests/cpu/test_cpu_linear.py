@@ -14,6 +14,7 @@ from nestq import ops
 from nestq.cpu import linear as cpu_linear
 from nestq.cpu.library import compile_library
 from nestq.reference.linear import nested_linear
+from nestq.reference.weights import dequantize
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +75,9 @@ def test_bits_of_all_kinds_of_numbers(
     x[3] = torch.finfo(dtype).smallest_normal / 4
     x[4] = 127 * x[4].sign()
     x[5] = torch.arange(200).to(dtype) + 0.5  # halfway between codes
-    for fine in (refinement, None):
-        arguments = (x.view(3, 3, 200), base, fine, scale, torch.randn(40, dtype=dtype), 32, 5)
+    for fine, bits in itertools.product((refinement, None), (8, 4)):
+        bias = torch.randn(40, dtype=dtype)
+        arguments = (x.view(3, 3, 200), base, fine, scale, bias, 32, 5, bits)
         out = cpu_linear.nested_linear(compiled, *arguments)
         assert same_bits(out, nested_linear(*arguments))
         assert out.dtype == dtype
@@ -170,3 +172,17 @@ def test_overlaps_out_of_range_are_refused(compiled: Any, overlap: int) -> None:
         cpu_linear.nested_linear(
             compiled, torch.randn(1, 128), *planes(24, 128, 64), None, 64, overlap
         )
+
+
+@pytest.mark.parametrize("group_size", cpu_linear.GROUP_SIZES)
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_float_weights_of_a_base(compiled: Any, group_size: int, scale_dtype: torch.dtype) -> None:
+    torch.manual_seed(group_size)
+    for rows, columns in ((17, 64), (40, 1000)):
+        base, _, scale = planes(rows, columns, group_size)
+        scale = scale.to(scale_dtype)
+        out = cpu_linear.dequantize_base(compiled, base, scale, group_size, columns)
+        expected = dequantize(base, None, scale, group_size, 1, columns, torch.float32)
+        assert same_bits(out, expected.contiguous())
+    with pytest.raises(ValueError, match="base must be uint8 of shape"):
+        cpu_linear.dequantize_base(compiled, base, scale, group_size, 2000)

@@ -60,6 +60,8 @@ class Call(NamedTuple):
     values: Planes
     window: int = 0
     recent: int = 0
+    sink: int = 0
+    local: int = 0
 
     @staticmethod
     def random(
@@ -91,6 +93,11 @@ class Call(NamedTuple):
     def scaling(self) -> float:
         return self.query.shape[-1] ** -0.5
 
+    @property
+    def options(self) -> tuple[float, int, int, int, int]:
+        """Arguments that are numbers."""
+        return self.scaling, self.window, self.recent, self.sink, self.local
+
     def select(self, batch: slice, queries: slice) -> "Call":
         keys, values = (entries.map(lambda x: x[batch]) for entries in (self.keys, self.values))
         query, positions = self.query[batch, :, queries], self.positions[batch, queries]
@@ -99,14 +106,12 @@ class Call(NamedTuple):
     def kernel(self, config: AttentionConfig | None = None) -> Tensor:
         keys, values = (entries.map(lambda x: x.to(device())) for entries in self[2:4])
         operands = self.query.to(device()), self.positions.to(device()), *keys, *values
-        options = self.scaling, self.window, self.recent
-        return nested_attention(*operands, *options, config).cpu()
+        return nested_attention(*operands, *self.options, config=config).cpu()
 
     def reference(self) -> Tensor:
         """In float64."""
-        options = self.scaling, self.window, self.recent
         return reference.nested_attention(
-            self.query.double(), self.positions, *self.keys, *self.values, *options
+            self.query.double(), self.positions, *self.keys, *self.values, *self.options
         )
 
     def by_head(self, entries: Tensor) -> Tensor:
@@ -117,7 +122,8 @@ class Call(NamedTuple):
         """Whether a key is visible, ``[B, 1, n, S]``."""
         slot = torch.arange(self.keys.base.shape[2])
         distance = self.positions[:, None, :, None] - slot
-        return (distance >= 0) & (distance < (self.window or len(slot)))
+        near = (distance < (self.local or len(slot))) | (slot < self.sink)
+        return (distance >= 0) & (distance < (self.window or len(slot))) & near
 
     def budget(self) -> Tensor:
         """How far a result may be from exact arithmetic, ``[B, H, n, 1]``.
@@ -271,6 +277,37 @@ def test_a_row_has_the_same_bits_alone_in_a_prompt_and_in_a_larger_cache(read: s
             assert torch.equal(part.kernel(), prompt[batch : batch + 1, :, queries])
 
 
+@pytest.mark.parametrize("read", ["kv4", "recent"])
+@pytest.mark.parametrize(
+    ("sink", "local", "window", "count"),
+    [(4, 100, 0, 2), (0, 1, 0, 1), (300, 90, 0, 2), (4, 700, 560, 1), (2, 900, 0, 1)],
+)
+def test_sparse_drafts_see_the_sink_and_the_last_keys(
+    sink: int, local: int, window: int, count: int, read: str
+) -> None:
+    call = Call.random((2, 1), 64, 800, count, read=read, window=window)
+    call = call._replace(sink=sink, local=local)
+    check(call)
+    out = call.kernel()
+    for config in CONFIGS[::2]:
+        assert torch.equal(call.kernel(config), out), config
+    alone = call.select(slice(0, 1), slice(count - 1, count))
+    assert torch.equal(alone.kernel(), out[:1, :, -1:])
+    if local > 800:
+        assert torch.equal(out, call._replace(sink=0, local=0).kernel())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("config", CONFIGS)
+def test_splits_in_the_hole_are_not_read(config: AttentionConfig) -> None:
+    """NaN there shows wherever it is multiplied."""
+    call = Call.random((2, 1), 64, 1500, 2, batch=1)._replace(sink=4, local=200)
+    before = call.kernel(config)
+    for entries in (call.keys, call.values):
+        entries.scale[:, :, 256:1280] = torch.nan
+    assert torch.equal(call.kernel(config), before)
+
+
 def test_tiny_weights_do_not_show_where_they_are_merged() -> None:
     """Splits whose weights differ by more than float32 holds, and a value that only one has."""
     call = Call.random((1, 1), 64, 1000, 1, batch=1, read="kv4")
@@ -316,15 +353,19 @@ def plain(call: Call, keys: Tensor, values: Tensor) -> Tensor:
     ("heads", "head_dim", "slots", "count", "window"),
     [((3, 1), 64, 129, 5, 0), ((2, 2), 80, 300, 2, 100), ((2, 1), 128, 129, 17, 0)],
 )
+@pytest.mark.parametrize(("sink", "local"), [(0, 0), (2, 40)])
 def test_16_bit_keys_and_values(
-    heads: tuple[int, int], head_dim: int, slots: int, count: int, window: int
-) -> None:
+    heads: tuple[int, int], head_dim: int, slots: int, count: int, window: int,
+    sink: int, local: int,
+) -> None:  # fmt: skip
     call = Call.random(heads, head_dim, slots, count, window=window)
+    call = call._replace(sink=sink, local=local)
     keys, values = (entries.dense().half() for entries in (call.keys, call.values))
 
     def run(config: AttentionConfig | None) -> Tensor:
         operands = (x.to(device()) for x in (call.query, call.positions, keys, values))
-        return attention_16(*operands, call.scaling, window, config).cpu()
+        options = call.scaling, window, call.sink, call.local
+        return attention_16(*operands, *options, config=config).cpu()
 
     out = run(None)
     assert ((out - plain(call, keys, values)).abs() <= call.budget()).all()

@@ -39,7 +39,8 @@ for gate in (False, True):
         act_quant_kernel,
         x | {"codes": "i8", "sums": "i32", "scale": "fp32"},
         {"CHUNK": 4096, "CHUNKS": 3, "SHARE": 1024, "SUM_WIDTH": 64}
-        | {"ADD": not gate, "NORM": not gate, "GATE": gate, "IN_ROWS": False},
+        | {"ADD": not gate, "NORM": not gate, "GATE": gate, "IN_ROWS": False}
+        | ({"LEVELS": 7.0, "CLIP": 0.9} if gate else {"LEVELS": 127.0, "CLIP": 1.0}),
         warps=8,
     )
 x = dict.fromkeys(("x", "weight", "bias", "out"), "bf16")

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from nestq.kernels.append_16 import append_16_kernel
 from nestq.kernels.attention_kernels import attention_kernel, combine_kernel
+from nestq.kernels.hadamard import hadamard_kernel
 from nestq.kernels.kv_append import kv_append_kernel
 from nestq.kernels.kv_codes import BASE, BOTH, DENSE, RECENT
 from nestq.kernels.rotate_append import rotate_append_kernel
@@ -50,6 +51,7 @@ for read, rows, all_splits, head_dim in variants if sys.argv[1] == "90" else var
     pointers |= {"key_scale": "fp32", "value_scale": "fp32"}
     constants = {"HEAD_DIM": head_dim, "PADDED": 32 if head_dim == 64 else 64, "ROWS": rows}
     constants |= {"VECTOR": 16 if head_dim == 128 else 8, "READ": read.value, "WINDOW": True}
+    constants["LOCAL"] = head_dim == 64
     constants |= {"UNIT": -4, "ALL_SPLITS": all_splits, "AHEAD": read == BASE, "ASM": True}
     ptx = build(attention_kernel, pointers, constants, warps=4)
     number = "bf16" if read == DENSE else "f16"
@@ -60,17 +62,25 @@ for read, rows, all_splits, head_dim in variants if sys.argv[1] == "90" else var
         assert ptx.count("ld.global.v2.b32") >= 16
 constants = {"HEAD_DIM": 80, "COLUMNS": 32, "PADDED_SPLITS": 16, "UNROLL": 16}
 pointers = partial | {"out": "bf16"}
-build(combine_kernel, pointers, constants | {"WINDOW": True, "UNIT": -4}, warps=1)
+build(combine_kernel, pointers, constants | {"WINDOW": True, "LOCAL": False, "UNIT": -4}, 1)
+build(combine_kernel, pointers, constants | {"WINDOW": False, "LOCAL": True, "UNIT": -4}, 1)
 planes = {"base": "u8", "refinement": "u8", "scale": "fp32"}
 constants = {"HALF": 40, "PADDED": 64, "TOKENS": 4}
 pointers = {"states": "bf16", "positions": "i64"} | planes
 build(kv_append_kernel, pointers, constants, warps=1)
 pointers = dict.fromkeys(("query", "key", "value", "cos", "sin", "out"), "bf16")
 pointers |= {f"{side}_{name}": planes[name] for side in ("key", "value") for name in planes}
+build(rotate_append_kernel, pointers | {"positions": "i64"}, constants | {"STEPS": None}, warps=1)
+constants = {"HALF": 64, "PADDED": 64, "TOKENS": 4, "STEPS": 6}
 build(rotate_append_kernel, pointers | {"positions": "i64"}, constants, warps=1)
 pointers = dict.fromkeys(("keys", "values", "key_cache", "value_cache"), "bf16")
 constants = {"HEAD_DIM": 80, "PADDED": 128, "TOKENS": 4}
 build(append_16_kernel, pointers | {"positions": "i64"}, constants, warps=1)
+for blocks, block in ((1, 128), (5, 16)):
+    constants = {"BLOCKS": blocks, "BLOCK": block, "TOGETHER": 512 // block}
+    constants |= {"STEPS": block.bit_length() - 1, "SCALE": block**-0.5}
+    ptx = build(hadamard_kernel, dict.fromkeys(("x", "out"), "bf16"), constants, warps=1)
+    assert "fma" not in ptx
 """
 
 

@@ -35,15 +35,18 @@ def poisoned(batch: int, heads: int, capacity: int, head_dim: int) -> dict[str, 
     return planes
 
 
-def check(tensors: dict[str, Tensor], positions: Tensor, capacity: int) -> None:
+def check(
+    tensors: dict[str, Tensor], positions: Tensor, capacity: int, transform: bool = False
+) -> None:
     """Both run; the queries and every byte of the planes are the same."""
     batch, heads, _, head_dim = tensors["key"].shape
     planes = poisoned(batch, heads, capacity, head_dim)
     theirs = {name: plane.clone() for name, plane in planes.items()}
     ours = {name: plane.to(device(), copy=True) for name, plane in planes.items()}
-    expected = rotate_append(**tensors, positions=positions, **theirs)
+    expected = rotate_append(**tensors, positions=positions, **theirs, transform=transform)
     there = {name: tensor.to(device()) for name, tensor in tensors.items()}
-    out = kernels.rotate_append(**there, positions=positions.to(device()), **ours)
+    ours |= {"positions": positions.to(device())}
+    out = kernels.rotate_append(**there, **ours, transform=transform)
 
     assert out.is_contiguous()
     assert out.dtype == expected.dtype
@@ -66,6 +69,21 @@ def test_it_gives_the_bits_of_the_reference(head_dim: int, dtype: torch.dtype) -
     tensors["key"][0, 0, 1] = 0
     # The second row begins with pads.
     check(tensors, torch.tensor([[7, 2, 0], [-1, -5, 1]]), 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16, torch.float32])
+@pytest.mark.parametrize("head_dim", [2, 16, 64, 128, 256])
+def test_queries_and_keys_may_be_transformed(head_dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(head_dim)
+    tensors = inputs(2, (3, 1), 3, head_dim, dtype)
+    check(tensors, torch.tensor([[7, 2, 0], [-1, -5, 1]]), 9, transform=True)
+
+
+def test_a_head_in_several_blocks_is_not_transformed_here() -> None:
+    arguments: dict[str, Any] = inputs(1, (2, 1), 2, 80, torch.float32)
+    arguments |= {"positions": torch.arange(2)[None], **poisoned(1, 1, 8, 80)}
+    with pytest.raises(ValueError, match="no power of two, got D = 80"):
+        kernels.rotate_append(**arguments, transform=True)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])

@@ -69,11 +69,19 @@ def all_planes(cache: NestedKVCache) -> list[Tensor]:
     ]
 
 
-def assert_same_as_eager(model: PreTrainedModel, view: str) -> None:
+def assert_same_as_eager(
+    model: PreTrainedModel,
+    view: str,
+    rotate_keys: bool = False,
+    fused: bool = True,
+    policy: str = "kv4/kv8",
+) -> None:
     """Blocks of 5 rows, the second of which begins with pads, and of 1 row."""
     backend = Backend()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
-    ours, theirs = (NestedKVCache(model.config, 9, batch_size=2, policy="kv4/kv8") for _ in "ab")
+    ours, theirs = (
+        NestedKVCache(model.config, 9, 2, policy=policy, rotate_keys=rotate_keys) for _ in "ab"
+    )
     ids = small_models.tokens(model, batch=2, length=6)
     positions = span(2, 0, 6) - torch.tensor([[0], [2]])
     for block in (slice(0, 5), slice(5, 6)):
@@ -81,16 +89,32 @@ def assert_same_as_eager(model: PreTrainedModel, view: str) -> None:
         assert torch.equal(step(compiled, ours, *arguments), step(model, theirs, *arguments))
     assert all(map(torch.equal, all_planes(ours), all_planes(theirs)))
     layers = model.config.num_hidden_layers
-    assert backend.matches == [layers, layers]
+    assert backend.matches == [layers * fused] * 2
     for graph in backend.graphs:
-        assert count_calls(graph, "rotate_append") == layers
-        assert count_calls(graph, "kv_append") == 0
+        assert count_calls(graph, "rotate_append") == layers * fused
+        assert count_calls(graph, "kv_append") == 2 * layers * (not fused)
+        assert count_calls(graph, "hadamard") == 2 * layers * (rotate_keys and not fused)
 
 
 @pytest.mark.parametrize("view", ["draft", "target"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_of_a_family_matches_and_computes_the_same(family: str, view: str) -> None:
     assert_same_as_eager(build(family), view)
+
+
+@pytest.mark.parametrize("view", ["draft", "target"])
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen3", "gemma2"])
+def test_transformed_keys_are_fused_too(family: str, view: str) -> None:
+    assert_same_as_eager(build(family, dtype=torch.bfloat16), view, rotate_keys=True)
+
+
+def test_sparse_drafts_are_fused_too() -> None:
+    assert_same_as_eager(build("llama-gqa"), "draft", policy="kv8/kv8+streaming(1,2)")
+
+
+def test_heads_that_are_transformed_in_blocks_are_left_alone() -> None:
+    model = build("llama-gqa", head_dim=24)
+    assert_same_as_eager(model, "draft", rotate_keys=True, fused=False)
 
 
 def test_several_layers_in_16_bits() -> None:
@@ -216,6 +240,14 @@ def with_operators(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return operator.add(operator.mul(sin, turned), operator.mul(cos, x))
 
 
+def transformed(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return OPS.hadamard(rotate(x, cos, sin))
+
+
+def test_transformed_queries_and_keys_match() -> None:
+    assert matches(layer_with(transformed)) == 1
+
+
 @pytest.mark.parametrize("spelled", [rotate, with_functions, with_methods, with_operators])
 def test_spellings_of_a_rotation_match(spelled: Callable[..., Tensor]) -> None:
     assert matches(layer_with(spelled)) == 1
@@ -315,6 +347,7 @@ def weighed(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         of_others,
         weighed,
         lambda x, *_: x,
+        lambda x, cos, sin: OPS.hadamard(transformed(x, cos, sin)),
     ],
 )
 def test_what_is_not_a_rotation_is_left_alone(rotation: Callable[..., Tensor]) -> None:
@@ -341,6 +374,27 @@ def query_returned(query, key, value, cos, sin, positions, *cache):
     append(rotate(key, cos, sin), positions, *cache[:3])
     append(value, positions, *cache[3:])
     return attend(rotated, positions, *cache), rotated
+
+
+def only_query_transformed(query, key, value, cos, sin, positions, *cache):
+    rotated = transformed(query, cos, sin)
+    append(rotate(key, cos, sin), positions, *cache[:3])
+    append(value, positions, *cache[3:])
+    return (attend(rotated, positions, *cache),)
+
+
+def only_key_transformed(query, key, value, cos, sin, positions, *cache):
+    rotated = rotate(query, cos, sin)
+    append(transformed(key, cos, sin), positions, *cache[:3])
+    append(value, positions, *cache[3:])
+    return (attend(rotated, positions, *cache),)
+
+
+def key_returned_before_transform(query, key, value, cos, sin, positions, *cache):
+    rotated, rotated_key = transformed(query, cos, sin), rotate(key, cos, sin)
+    append(OPS.hadamard(rotated_key), positions, *cache[:3])
+    append(value, positions, *cache[3:])
+    return attend(rotated, positions, *cache), rotated_key
 
 
 def other_angles(query, key, value, cos, sin, positions, *cache):
@@ -432,6 +486,9 @@ def no_attention(query, key, value, cos, sin, positions, *cache):
     [
         key_returned,
         query_returned,
+        only_query_transformed,
+        only_key_transformed,
+        key_returned_before_transform,
         other_angles,
         other_positions,
         layer_that_reads(3, 4, 5, 0, 1, 2),

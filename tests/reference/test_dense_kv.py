@@ -18,6 +18,8 @@ class Call(NamedTuple):
     values: Tensor
     scaling: float
     window: int
+    sink: int = 0
+    local: int = 0
 
 
 def random_call(
@@ -39,6 +41,8 @@ def plain(call: Call) -> Tensor:
     visible = distance >= 0
     if call.window:
         visible &= distance < call.window
+    if call.local:
+        visible &= (distance < call.local) | (torch.arange(keys.shape[2]) < call.sink)
     scores = call.query.double() @ keys.mT * call.scaling
     return scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num() @ values
 
@@ -58,8 +62,11 @@ def budget(call: Call) -> float:
 
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (2, 1)])
 @pytest.mark.parametrize("window", [0, 7])
-def test_it_is_softmax_attention(heads: tuple[int, int], window: int) -> None:
-    call = random_call(heads, window, torch.float32)
+@pytest.mark.parametrize(("sink", "local"), [(0, 0), (4, 900), (2, 3)])
+def test_it_is_softmax_attention(
+    heads: tuple[int, int], window: int, sink: int, local: int
+) -> None:
+    call = random_call(heads, window, torch.float32)._replace(sink=sink, local=local)
     out = attention_16(*call)
     assert ((out.double() - plain(call)).abs() <= budget(call)).all()
     assert (out[1, :, :2] == 0).all()  # pads
@@ -73,8 +80,9 @@ def test_the_query_is_rounded_to_the_dtype_of_the_keys() -> None:
     assert torch.equal(attention_16(exact, *call[1:]), attention_16(rounded, *call[1:]))
 
 
-def test_bits_of_a_row_depend_on_nothing_else() -> None:
-    call = random_call()
+@pytest.mark.parametrize("local", [0, 600])
+def test_bits_of_a_row_depend_on_nothing_else(local: int) -> None:
+    call = random_call()._replace(sink=4, local=local)
     out = attention_16(*call)
     for row in range(2):
         for column in range(5):

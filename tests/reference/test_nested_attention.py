@@ -9,9 +9,12 @@ from nestq.reference.attention import KEY_BLOCK, QUERY_STEPS, WEIGHT_STEPS, nest
 from nestq.reference.kv import dequantize_kv
 
 
-def visible_slots(position: int, slots: int, window: int) -> list[int]:
+def visible_slots(
+    position: int, slots: int, window: int, sink: int = 0, local: int = 0
+) -> list[int]:
     first = max(0, position - window + 1) if window else 0
-    return list(range(first, min(position + 1, slots)))
+    seen = range(first, min(position + 1, slots))
+    return [slot for slot in seen if not local or slot < sink or slot > position - local]
 
 
 def plain_attention(
@@ -22,6 +25,7 @@ def plain_attention(
     scaling: float,
     window: int = 0,
     recent: int | None = 0,
+    sparse: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """Softmax attention in float64, a row at a time; ``recent=None`` reads the base only."""
     batch, heads, count, _ = query.shape
@@ -30,7 +34,7 @@ def plain_attention(
     for b in range(batch):
         for i in range(count):
             position = int(positions[b, i])
-            slots = visible_slots(position, keys.base.shape[2], window)
+            slots = visible_slots(position, keys.base.shape[2], window, *sparse)
             if not slots:
                 continue
             old = sum(slot <= position - recent for slot in slots) if recent else 0
@@ -76,10 +80,12 @@ def attend(
     values: Planes,
     window: int = 0,
     recent: int | None = 0,
+    sparse: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """The function under test with the usual scaling; ``recent=None`` reads the base only."""
     reads = (*keys, *values) if recent is not None else (*keys.draft(), *values.draft())
-    return nested_attention(query, positions, *reads, query.shape[-1] ** -0.5, window, recent or 0)
+    options = query.shape[-1] ** -0.5, window, recent or 0, *sparse
+    return nested_attention(query, positions, *reads, *options)
 
 
 SHAPES = [  # heads, KV heads, head size
@@ -111,6 +117,23 @@ def test_is_plain_attention_over_the_dequantized_cache(
     assert (out - expected).abs().max() <= error_budget(query, keys, values, scaling)
     # The budget is far below what reading another plane, or one slot more or less, would change.
     assert error_budget(query, keys, values, scaling) < 1e-5
+
+
+@pytest.mark.parametrize("read", ["kv8", "kv4", "recent"])
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("sparse", [(0, 1), (3, 6), (27, 2), (0, 40)])
+def test_a_sparse_draft_sees_the_sink_and_the_last_slots(
+    sparse: tuple[int, int], window: int, read: str
+) -> None:
+    keys, values = planes(2, 2, 30, 16), planes(2, 2, 30, 16, seed=5)
+    query = random(2, 4, 5, 16, seed=7).double()
+    positions = torch.tensor([[25, 26, 27, 28, 29], [-1, -1, 0, 1, 2]])
+    recent = {"kv8": 0, "kv4": None, "recent": 4}[read]
+
+    out = attend(query, positions, keys, values, window, recent, sparse)
+    expected = plain_attention(query, positions, keys, values, 0.25, window, recent, sparse)
+
+    assert (out - expected).abs().max() <= error_budget(query, keys, values, 0.25)
 
 
 def test_sums_over_more_than_one_block_of_keys() -> None:
@@ -147,6 +170,7 @@ def calls(draw: st.DrawFn) -> dict:
         "values": values,
         "window": draw(st.sampled_from([0, 6])),
         "recent": recent,
+        "sparse": draw(st.sampled_from([(0, 0), (2, 5)])),
     }
 
 
@@ -174,6 +198,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_a_larger_cache(call: di
                 values.rows(row),
                 call["window"],
                 call["recent"],
+                call["sparse"],
             )
             assert torch.equal(alone[0, :, 0], together[b, :, i])
 

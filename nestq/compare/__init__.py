@@ -1,0 +1,1 @@
+"""``nestq compare`` and ``nestq ablate``: many ways to draft, one model, one engine."""
